@@ -1,0 +1,15 @@
+"""DSpark speculative decoding for Hugging Face transformers.
+
+`import dspark_hf` is all it takes: `target.generate(**inputs, assistant_model=drafter)` then drafts with a
+[`DSparkDrafter`].
+"""
+
+from transformers import AutoConfig, AutoModel
+
+from .configuration_dspark import DSparkConfig
+from .modeling_dspark import DSparkDrafter, DSparkOutput
+
+__version__ = "0.1.0"
+
+AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)

@@ -1,0 +1,100 @@
+"""The embedding and LM head a drafter speaks through: its own, or the target's by reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class SharedEmbeddings:
+    """
+    An embedding and an LM head, called as modules and never copied.
+
+    Calling the modules, rather than reading their weights, is what makes quantised and offloaded targets work. Only a
+    reduced draft vocabulary keeps something of its own: the head's rows of that vocabulary, gathered once.
+
+    Args:
+        embed_tokens: Maps ids `[...]` to rows `[..., D]`.
+        lm_head: Maps hidden states `[..., D]` to logits `[..., V]`.
+        embedding_scale: Factor on the raw embedding rows.
+        draft_token_ids: Token ids of the draft vocabulary, `[V_draft]`; `None` for the full one.
+        head_is_reduced: Whether `lm_head` already gives the draft vocabulary only.
+    """
+
+    def __init__(
+        self,
+        embed_tokens: nn.Module,
+        lm_head: nn.Module,
+        *,
+        embedding_scale: float = 1.0,
+        draft_token_ids: torch.Tensor | None = None,
+        head_is_reduced: bool = False,
+    ):
+        self.embed_tokens = embed_tokens
+        self.lm_head = lm_head
+        # Gemma's embedding module already multiplies by its scale; the drafter's configuration is what counts.
+        module_scale = float(getattr(embed_tokens, "embed_scale", 1.0))
+        self.scale = embedding_scale / module_scale
+        self.draft_token_ids = None if head_is_reduced else draft_token_ids
+        self._reduced_weight = self._gather_head_rows()
+
+    def embed(self, token_ids: torch.LongTensor, like: torch.Tensor) -> torch.Tensor:
+        """Rows `[..., D]` of `token_ids` `[...]`, on the device and in the dtype of `like`."""
+        rows = self.embed_tokens(token_ids.to(_device(self.embed_tokens, token_ids.device)))
+        rows = rows.to(device=like.device, dtype=like.dtype)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Raw logits `[..., V_draft]` of `hidden_states` `[..., D]`, on their device."""
+        if self._reduced_weight is not None:
+            weight = self._reduced_weight
+            return nn.functional.linear(hidden_states.to(weight), weight).to(hidden_states.device)
+        logits = self.target_logits(hidden_states)
+        if self.draft_token_ids is not None:
+            logits = logits[..., self.draft_token_ids.to(logits.device)]
+        return logits
+
+    def target_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The head as it is, over its whole vocabulary."""
+        inputs = hidden_states.to(_device(self.lm_head, hidden_states.device))
+        if (dtype := _float_dtype(self.lm_head)) is not None and not torch.is_autocast_enabled(inputs.device.type):
+            inputs = inputs.to(dtype)
+        return self.lm_head(inputs).to(hidden_states.device)
+
+    def _gather_head_rows(self) -> torch.Tensor | None:
+        """The head's rows of the draft vocabulary, where it is a plain linear map; otherwise logits are selected."""
+        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None and not hasattr(self.lm_head, "_hf_hook")
+        if self.draft_token_ids is None or not plain:
+            return None
+        weight = self.lm_head.weight.detach()
+        return weight.index_select(0, self.draft_token_ids.to(weight.device))
+
+
+def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """
+    The target's embedding and LM head modules.
+
+    Raises:
+        ValueError: when the target has no LM head (a base model without one).
+    """
+    embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    if embed_tokens is None or lm_head is None:
+        raise ValueError(
+            f"{type(target).__name__} has no {'embedding' if embed_tokens is None else 'LM head'} to borrow: "
+            "load the target with AutoModelForCausalLM."
+        )
+    return embed_tokens, lm_head
+
+
+def _device(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module wants its input; `default` when hooks move inputs themselves or it has no weight to tell."""
+    weight = getattr(module, "weight", None)
+    if hasattr(module, "_hf_hook") or not isinstance(weight, torch.Tensor) or weight.is_meta:
+        return default
+    return weight.device
+
+
+def _float_dtype(module: nn.Module) -> torch.dtype | None:
+    weight = getattr(module, "weight", None)
+    return weight.dtype if isinstance(weight, torch.Tensor) and weight.is_floating_point() else None

@@ -1,0 +1,228 @@
+"""One decoder layer with context keys and values injected (paper section 3.1); layer families are options of it.
+
+Queries come from the block only. Keys and values come from the block and from the projected context features,
+through the same `k_proj` and `v_proj`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_dspark import DSparkConfig
+from .draft_cache import DraftCache
+
+RotaryAngles = tuple[torch.Tensor, torch.Tensor]
+KeyValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class DSparkRMSNorm(nn.RMSNorm):
+    """Root-mean-square norm, in float32 inside, with or without a scale."""
+
+    def __init__(self, size: int, eps: float, with_scale: bool = True):
+        super().__init__(size, eps=eps, elementwise_affine=with_scale)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        dtype = hidden_states.dtype
+        normed = nn.functional.rms_norm(hidden_states.float(), self.normalized_shape, eps=self.eps).to(dtype)
+        return normed if self.weight is None else self.weight * normed
+
+
+class DSparkRotaryEmbedding(nn.Module):
+    """Rotary angles for absolute positions, from transformers' RoPE utilities (default, linear, yarn, llama3, ...)."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]  # type: ignore[index]
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        scaled = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = scaled(config, None)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: DSparkConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+        """Unscaled inverse frequencies `[rotary_dim / 2]`; transformers calls this by name when it loads weights."""
+        parameters = config.rope_parameters or {}
+        # Only the drafter's own `rope_parameters` may narrow the rotation: a factor inherited from the target's
+        # configuration would silently halve acceptance, so the readers of checkpoints drop it.
+        size = int((config.head_dim or 0) * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, size, 2, dtype=torch.float, device=device) / size
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.LongTensor) -> RotaryAngles:
+        """`position_ids` `[B, T]` -> cosines and sines `[B, 1, T, rotary_dim]` in the dtype of `hidden_states`."""
+        frequencies = position_ids[..., None].float() * self.inv_freq.float()  # [B, T, rotary_dim / 2]
+        angles = torch.cat([frequencies, frequencies], dim=-1).unsqueeze(1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
+
+
+def rotate(states: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
+    """Rotates the leading `rotary_dim` channels of `states` `[B, H, T, head_dim]`, half against half."""
+    cos, sin = angles
+    size = cos.shape[-1]
+    rotary, rest = states[..., :size], states[..., size:]
+    first, second = rotary.chunk(2, dim=-1)
+    rotated = rotary * cos + torch.cat([-second, first], dim=-1) * sin
+    return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest], dim=-1)
+
+
+class DSparkAttention(nn.Module):
+    """Attention of the block over context and block, through transformers' attention interface."""
+
+    is_causal = False  # Read by the interface; every restriction of ours is in the mask.
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.attention_scaling or config.head_dim**-0.5
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        if not config.attention_k_eq_v:
+            self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        if config.qk_norm:
+            self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
+        if config.v_norm:
+            self.v_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
+
+    def key_values(self, hidden_states: torch.Tensor, angles: RotaryAngles) -> KeyValues:
+        """Rotated keys and values `[B, H_kv, T, head_dim]` of block or context states `[B, T, D]`."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        keys = self.k_proj(hidden_states).view(shape)
+        values = keys if self.config.attention_k_eq_v else self.v_proj(hidden_states).view(shape)
+        if self.config.qk_norm:
+            keys = self.k_norm(keys)
+        if self.config.v_norm:
+            values = self.v_norm(values)
+        return rotate(keys.transpose(1, 2), angles), values.transpose(1, 2)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        angles: RotaryAngles,
+        context: KeyValues | DraftCache | None,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden_states: Block states, `[B, Q, D]`.
+            angles: Rotary angles of the block's positions.
+            context: Context keys and values of this layer `[B, H_kv, T, head_dim]`, or the cache that holds them.
+            attention_mask: What each query may see of context and block, in the form the attention function wants.
+        """
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        queries = self.q_proj(hidden_states).view(shape)
+        if self.config.qk_norm:
+            queries = self.q_norm(queries)
+        queries = rotate(queries.transpose(1, 2), angles)  # [B, H, Q, head_dim]
+        keys, values = self.key_values(hidden_states, angles)
+        if isinstance(context, DraftCache):
+            keys, values = context.with_block(self.layer_idx, keys, values)
+        elif context is not None:
+            keys = torch.cat([context[0], keys], dim=2)  # [B, H_kv, T + Q, head_dim]
+            values = torch.cat([context[1], values], dim=2)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, _ = attention(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            is_causal=False,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+def eager_attention_forward(
+    module: DSparkAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain attention formula, in the call shape of transformers' attention interface."""
+    groups = module.num_key_value_groups
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling  # [B, H, Q, T + Q]
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class DSparkMLP(nn.Module):
+    """The gated MLP of the target's family."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """A decoder layer of the target's family over block states, with context injected into its attention."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.sandwich_norms = config.sandwich_norms
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.layer_scalar:
+            self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        angles: RotaryAngles,
+        context: KeyValues | DraftCache | None,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Block states `[B, Q, D]` -> block states `[B, Q, D]`; arguments as in [`DSparkAttention`]."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), angles, context, attention_mask)
+        if self.sandwich_norms:
+            hidden_states = hidden_states + self.post_attention_layernorm(attended)
+            transformed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+            hidden_states = hidden_states + self.post_feedforward_layernorm(transformed)
+        else:
+            hidden_states = hidden_states + attended
+            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        if hasattr(self, "layer_scalar"):
+            hidden_states = hidden_states * self.layer_scalar
+        return hidden_states

@@ -1,0 +1,332 @@
+"""The DSpark drafter: a parallel backbone over context features, a sequential head and a confidence head."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
+
+from .checkpoints import read_checkpoint
+from .configuration_dspark import DSparkConfig
+from .draft_cache import DraftCache
+from .embeddings import SharedEmbeddings, target_embeddings
+from .heads import ConfidenceHead, SequentialHead
+from .layers import DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, KeyValues
+from .masks import as_attention_argument, drafting_mask
+
+
+@dataclass
+class DSparkOutput(ModelOutput):
+    """
+    What one pass of the backbone gives.
+
+    Args:
+        loss (`torch.Tensor`, *optional*): What `objective` returned as the training loss.
+        last_hidden_state (`torch.Tensor` of shape `[B, Q, D]`): Normed hidden state `h_k` of every slot.
+        metrics (`dict`, *optional*): What else `objective` returned.
+    """
+
+    loss: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
+    metrics: dict[str, torch.Tensor] | None = None
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    """What transformers has to know to load, place and initialise a drafter."""
+
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DSparkDecoderLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # A checkpoint may hold its own copies of these although the drafter was asked to borrow the target's.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DSparkDecoderLayer) and hasattr(module, "layer_scalar"):
+            init.ones_(module.layer_scalar)
+        if isinstance(module, DSparkDrafter) and module.draft_token_ids is not None:
+            init.copy_(module.draft_token_ids, torch.arange(len(module.draft_token_ids)))
+
+
+class DSparkDrafter(DSparkPreTrainedModel):
+    """
+    Drafts a block of tokens for a target model from the target's own hidden states (paper section 3).
+
+    ```python
+    >>> import dspark_hf
+    >>> from transformers import AutoModelForCausalLM
+    >>> target = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-4B", dtype="auto")  # doctest: +SKIP
+    >>> drafter = dspark_hf.DSparkDrafter.from_pretrained("deepseek-ai/dspark_qwen3_4b_block7")  # doctest: +SKIP
+    >>> target.generate(**inputs, assistant_model=drafter)  # doctest: +SKIP
+    ```
+
+    Its `generation_config` holds transformers' own knobs for assisted generation: `num_assistant_tokens` (drafts a
+    round) and `assistant_confidence_threshold` (a round's drafts end before the first less confident slot).
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        config.check()
+        width = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = DSparkRotaryEmbedding(config)
+        self.markov_head = SequentialHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
+        self.lm_head = nn.Linear(config.hidden_size, config.logits_size, bias=False) if config.has_lm_head else None
+        ids = torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None
+        self.register_buffer("draft_token_ids", ids)
+        self.generation_config = GenerationConfig(
+            num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
+        )
+        # Kept outside the module tree, so that the target's tensors are not moved, trained or saved as ours.
+        self._bound: tuple[weakref.ref, SharedEmbeddings] | None = None
+        self.post_init()
+        for module in (self.embed_tokens, self.lm_head):
+            if module is not None:
+                module.requires_grad_(False)
+
+    # ------------------------------------------------------------------ embeddings
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.lm_head
+
+    def bind(self, target: PreTrainedModel | None = None) -> SharedEmbeddings:
+        """
+        The embedding and LM head to draft with: the drafter's own where it has them, otherwise the target's.
+
+        `generate` and the trainer do this themselves; call it to use the drafter alone.
+
+        Args:
+            target: The target to borrow from. It is referred to, not copied. `None` uses the last one bound.
+
+        Raises:
+            ValueError: when there is nothing to borrow from, or the target's shapes do not fit the drafter.
+        """
+        if self._bound is not None and (target is None or self._bound[0]() is target):
+            return self._bound[1]
+        embed_tokens, lm_head = self.embed_tokens, self.lm_head
+        if target is not None:
+            check_target(self.config, target)
+            theirs = target_embeddings(target)
+            embed_tokens, lm_head = embed_tokens or theirs[0], lm_head or theirs[1]
+        if embed_tokens is None or lm_head is None:
+            raise ValueError(
+                "This drafter has no embedding or LM head of its own: call drafter.bind(target) first. "
+                f"It was made for {self.config.target_name_or_path or 'a target its configuration does not name'}."
+            )
+        embeddings = SharedEmbeddings(
+            embed_tokens,
+            lm_head,
+            embedding_scale=self.config.embedding_scale,
+            draft_token_ids=self.draft_token_ids,
+            head_is_reduced=self.lm_head is not None,
+        )
+        if target is not None:
+            self._bound = (weakref.ref(target), embeddings)
+        return embeddings
+
+    def base_logits(self, hidden_states: torch.Tensor, embeddings: SharedEmbeddings) -> torch.Tensor:
+        """`U_k` `[..., V_draft]` in float32 from normed hidden states `[..., D]`, soft-capped where configured."""
+        logits = embeddings.logits(hidden_states).float()
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    # ------------------------------------------------------------------ backbone
+
+    def project_context(self, context_features: torch.Tensor) -> torch.Tensor:
+        """`H_ctx` `[B, T, D]` from the concatenated tapped hidden states `[B, T, m * D_target]`."""
+        return self.hidden_norm(self.fc(context_features.to(self.fc.weight.dtype)))
+
+    def extend_cache(
+        self,
+        cache: DraftCache,
+        context_features: torch.Tensor,
+        position_ids: torch.LongTensor,
+        counts: list[int] | None = None,
+    ) -> None:
+        """
+        Projects new context features once and keeps their keys and values.
+
+        Args:
+            cache: The cache to extend.
+            context_features: Tapped hidden states of tokens the target has accepted, `[B, T, m * D_target]`.
+            position_ids: Their absolute positions, `[B, T]`.
+            counts: How many of the `T` belong to each row; all by default.
+        """
+        context = self.project_context(context_features)
+        angles = self.rotary_emb(context, position_ids)
+        cache.append([layer.self_attn.key_values(context, angles) for layer in self.layers], position_ids, counts)
+
+    def forward(
+        self,
+        block_ids: torch.LongTensor,
+        position_ids: torch.LongTensor,
+        context_features: torch.Tensor | None = None,
+        context_position_ids: torch.LongTensor | None = None,
+        attention_mask: Any = None,
+        draft_cache: DraftCache | None = None,
+        embeddings: SharedEmbeddings | None = None,
+        objective: Callable[[DSparkDrafter, torch.Tensor], tuple[torch.Tensor, dict]] | None = None,
+    ) -> DSparkOutput:
+        """
+        One parallel pass over block slots.
+
+        Args:
+            block_ids: `[anchor, MASK, ..., MASK]` of every block, `[B, Q]` with `Q` a multiple of the block size.
+            position_ids: Absolute positions of the slots, `[B, Q]`: slot `k` of a block is at its anchor's `+ k`.
+            context_features: Tapped hidden states, `[B, T, m * D_target]`, when no `draft_cache` holds them.
+            context_position_ids: Their absolute positions, `[B, T]`; `0..T-1` by default.
+            attention_mask: Boolean mask `[B, 1, Q, T + Q]` (True = keep), a `BlockMask`, or one of either per layer
+                type in a dictionary. By default each slot sees all context and its own block.
+            draft_cache: Context projected in earlier rounds; see [`~DSparkDrafter.extend_cache`].
+            embeddings: What to embed with; the last bound by default.
+            objective: Called with the drafter and the hidden states, inside this forward so that sharded parameters
+                are gathered; returns the loss and a dictionary of metrics.
+        """
+        embeddings = embeddings or self.bind()
+        hidden_states = embeddings.embed(block_ids, like=self.norm.weight)  # [B, Q, D]
+        angles = self.rotary_emb(hidden_states, position_ids)
+        contexts: list[KeyValues | DraftCache | None] = [draft_cache] * len(self.layers)
+        if context_features is not None:
+            contexts = self._context_key_values(context_features, context_position_ids)
+        masks = self._attention_arguments(attention_mask, position_ids, draft_cache, hidden_states.dtype)
+        for layer, context, layer_type in zip(self.layers, contexts, self.config.layer_types, strict=True):
+            hidden_states = layer(hidden_states, angles, context, masks[layer_type])
+        hidden_states = self.norm(hidden_states)
+        if objective is None:
+            return DSparkOutput(last_hidden_state=hidden_states)
+        loss, metrics = objective(self, hidden_states)
+        return DSparkOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
+
+    def _context_key_values(self, features: torch.Tensor, position_ids: torch.LongTensor | None) -> list:
+        context = self.project_context(features)  # [B, T, D]
+        if position_ids is None:
+            position_ids = torch.arange(context.shape[1], device=context.device)[None]  # type: ignore[assignment]
+        angles = self.rotary_emb(context, position_ids)
+        return [layer.self_attn.key_values(context, angles) for layer in self.layers]
+
+    def _attention_arguments(self, mask: Any, positions: torch.Tensor, cache: DraftCache | None, dtype) -> dict:
+        """The attention argument of each layer type in use."""
+        masks = {}
+        for layer_idx, layer_type in enumerate(self.config.layer_types):
+            if layer_type in masks:
+                continue
+            layer_mask = mask[layer_type] if isinstance(mask, dict) else mask
+            if layer_mask is None and cache is not None:
+                key_positions = cache.positions[:, : cache.max_length].to(positions.device)
+                window, causal = self.config.layer_window(layer_idx), self.config.layer_is_causal(layer_idx)
+                layer_mask = drafting_mask(positions, key_positions, cache.lengths, window, causal)
+            masks[layer_type] = as_attention_argument(layer_mask, self.config._attn_implementation, dtype)
+        return masks
+
+    # ------------------------------------------------------------------ files
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path, *model_args, config=None, borrow_embeddings: bool = False, **kwargs
+    ):
+        """
+        Loads a drafter from a folder or a Hub repository, in any format of `dspark_hf.checkpoints`.
+
+        Args:
+            pretrained_model_name_or_path: Folder or repository name.
+            config (`DSparkConfig`, *optional*): Used instead of the checkpoint's configuration.
+            borrow_embeddings (`bool`): Leave the checkpoint's own embedding and LM head unread and use the target's.
+            kwargs: As in [`~transformers.PreTrainedModel.from_pretrained`] (`dtype`, `device_map`, `revision`, ...).
+
+        Raises:
+            ValueError: when the checkpoint is not a drafter, or its tensors do not fit its configuration; one message
+                lists every missing, unexpected and wrongly shaped tensor.
+            OSError: when there is no such folder, repository or safetensors file. Pickle files are not read.
+        """
+        checkpoint = read_checkpoint(pretrained_model_name_or_path, config, kwargs)
+        config = checkpoint.config
+        config.has_embed_tokens &= not borrow_embeddings
+        config.has_lm_head &= not borrow_embeddings or bool(config.draft_vocab_size)
+        with torch.device("meta"):
+            expected = {name: tuple(t.shape) for name, t in cls(config).state_dict().items()}
+        checkpoint.check_tensors(expected)
+        kwargs.pop("use_safetensors", None)
+        drafter = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
+        )
+        return drafter
+
+    def save_pretrained(self, save_directory, *args, include_embeddings: bool = False, **kwargs) -> None:
+        """
+        Writes the drafter's own tensors, its configuration and its generation settings.
+
+        Args:
+            save_directory: Folder to write to.
+            include_embeddings (`bool`): Also write the borrowed embedding and LM head, which makes the file usable
+                without the target at the cost of its size.
+            kwargs: As in [`~transformers.PreTrainedModel.save_pretrained`].
+        """
+        model = self._with_embeddings() if include_embeddings else self
+        super(DSparkDrafter, model).save_pretrained(save_directory, *args, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+    def _with_embeddings(self) -> DSparkDrafter:
+        """A shallow twin that owns what this drafter borrows."""
+        embeddings = self.bind()
+        twin = copy.copy(self)
+        twin._modules = dict(self._modules)
+        twin.config = copy.deepcopy(self.config)
+        twin.config.has_embed_tokens = twin.config.has_lm_head = True
+        head_weight = embeddings._reduced_weight if embeddings._reduced_weight is not None else embeddings.lm_head.weight
+        twin.embed_tokens = nn.Embedding.from_pretrained(embeddings.embed_tokens.weight.detach().clone())
+        twin.lm_head = nn.Linear(head_weight.shape[1], head_weight.shape[0], bias=False, device="meta")
+        twin.lm_head.weight = nn.Parameter(head_weight.detach().clone(), requires_grad=False)
+        return twin
+
+
+def check_target(config: DSparkConfig, target: PreTrainedModel) -> None:
+    """
+    Refuses a target the drafter was not made for.
+
+    Raises:
+        ValueError: naming what differs (vocabulary, hidden size, tapped layers, encoder-decoder) and the target to load.
+    """
+    name = type(target).__name__
+    made_for = config.target_name_or_path
+    advice = f"It was trained for {made_for!r}: load that target, or" if made_for else "Load the target it was made for, or"
+    advice += " train a drafter for this one (DSparkConfig.for_target)."
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"DSpark drafts for decoder-only targets; {name} is an encoder-decoder. {advice}")
+    text = target.config.get_text_config(decoder=True)
+    if text.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The drafter's vocabulary has {config.vocab_size} tokens, that of {name} has {text.vocab_size}. {advice}"
+        )
+    if text.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"The drafter reads hidden states of width {config.target_hidden_size}, "
+            f"{name} has width {text.hidden_size}. {advice}"
+        )
+    deepest = max(config.target_layer_ids)
+    if deepest >= text.num_hidden_layers:
+        raise ValueError(
+            f"The drafter taps target layer {deepest}, but the target has {text.num_hidden_layers} layers ({name}). {advice}"
+        )
