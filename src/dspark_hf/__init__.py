@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel
 from .configuration_dspark import DSparkConfig
 from .modeling_dspark import DSparkDrafter, DSparkOutput
 
+__all__ = ["DSparkConfig", "DSparkDrafter", "DSparkOutput", "__version__"]
 __version__ = "0.1.0"
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)

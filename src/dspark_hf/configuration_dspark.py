@@ -7,6 +7,7 @@ its block is laid out, and which heads sit on top.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -170,8 +171,8 @@ class DSparkConfig(PreTrainedConfig):
         if problems:
             raise ValueError("This drafter configuration cannot work:\n" + "\n".join(f"- {p}" for p in problems))
 
-    def _problems(self):
-        ids = self.target_layer_ids
+    def _problems(self) -> Iterator[str]:
+        ids, layer_types = self.target_layer_ids or [], self.layer_types or []
         if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
             yield f"target_layer_ids must be strictly increasing, got {ids}."
         if min(ids) < -1:
@@ -195,13 +196,13 @@ class DSparkConfig(PreTrainedConfig):
                 "confidence_head_with_markov=True reads the Markov embedding, but markov_rank is 0: "
                 "set confidence_head_with_markov=False or give a rank."
             )
-        if len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}."
-        if unknown := sorted(set(self.layer_types) - set(LAYER_TYPES)):
+        if len(layer_types) != self.num_hidden_layers:
+            yield f"layer_types names {len(layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}."
+        if unknown := sorted(set(layer_types) - set(LAYER_TYPES)):
             yield f"layer_types may hold {LAYER_TYPES}, got {unknown}."
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
+        if "sliding_attention" in layer_types and not self.sliding_window:
             yield "layer_types has sliding layers, but sliding_window is not set."
-        if self.num_attention_heads % self.num_key_value_heads:
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
             yield (
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}."

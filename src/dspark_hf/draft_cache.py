@@ -59,9 +59,7 @@ class DraftCache:
                 self._values[layer][row, :, start : start + count] = values[row, :, :count]  # type: ignore[index]
         self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
 
-    def with_block(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_block(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Writes the block's keys and values behind the context and returns views over both, without keeping the block.
 

@@ -7,6 +7,7 @@ through the same `k_proj` and `v_proj`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,9 @@ class DSparkRotaryEmbedding(nn.Module):
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     @staticmethod
-    def compute_default_rope_parameters(config: DSparkConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+    def compute_default_rope_parameters(
+        config: DSparkConfig, device: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, float]:
         """Unscaled inverse frequencies `[rotary_dim / 2]`; transformers calls this by name when it loads weights."""
         parameters = config.rope_parameters or {}
         # Only the drafter's own `rope_parameters` may narrow the rotation: a factor inherited from the target's
@@ -164,7 +167,7 @@ def eager_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The plain attention formula, in the call shape of transformers' attention interface."""
     groups = module.num_key_value_groups

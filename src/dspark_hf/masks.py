@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+
+MaskMod = Callable[..., torch.Tensor]
 
 
 def drafting_mask(
@@ -81,12 +86,12 @@ def anchor_mask_mod(
     block_size: int,
     window: int | None = None,
     causal: bool = False,
-):
+) -> MaskMod:
     """The rule behind [`anchor_mask`] as a `mask_mod(batch, head, query, key)` for `flex_attention`."""
     num_context = attention_mask.shape[1]
     last = num_context - 1
 
-    def mask_mod(batch, head, query, key):
+    def mask_mod(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         block, slot = query // block_size, query % block_size
         anchor, keep = anchor_positions[batch, block], keep_anchors[batch, block]
         in_context = key < num_context
@@ -103,7 +108,7 @@ def anchor_mask_mod(
     return mask_mod
 
 
-def as_attention_argument(mask: torch.Tensor | None, implementation: str | None, dtype: torch.dtype):
+def as_attention_argument(mask: torch.Tensor | None, implementation: str | None, dtype: torch.dtype) -> Any:
     """
     A boolean mask in the form the attention implementation wants.
 

