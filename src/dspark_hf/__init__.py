@@ -7,10 +7,21 @@
 from transformers import AutoConfig, AutoModel
 
 from .configuration_dspark import DSparkConfig
+from .generation import SpeculationStats, dspark_generate, record_speculation, register, unregister
 from .modeling_dspark import DSparkDrafter, DSparkOutput
 
-__all__ = ["DSparkConfig", "DSparkDrafter", "DSparkOutput", "__version__"]
 __version__ = "0.1.0"
+__all__ = [
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkOutput",
+    "SpeculationStats",
+    "dspark_generate",
+    "record_speculation",
+    "register",
+    "unregister",
+]
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
 AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
+register()

@@ -1,0 +1,56 @@
+"""What the drafter knows of tokens that are already in the target's cache (a second turn, a cached prefix).
+
+The target keeps keys and values there, not the hidden states that the drafter needs. Three cases: an earlier call with
+this cache left the drafter's projection of them; or they can be recomputed from the prompt; or the prompt holds
+new tokens only, and the drafter works without the old ones. The output is exact in all three.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from transformers import Cache
+
+from ..draft_cache import DraftCache
+from ..modeling_dspark import DSparkDrafter
+from .candidate_generator import DSparkCandidateGenerator
+from .target_pass import TargetPass
+
+# Keyed by the target's cache object and gone with it: nothing is stored on either model.
+_memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref, torch.Tensor, DraftCache]] = weakref.WeakKeyDictionary()
+
+
+def remember(cache: Cache, drafter: DSparkDrafter, token_ids: torch.LongTensor, draft_cache: DraftCache) -> None:
+    """Keeps the draft cache of a finished call for the next call with the same target cache; `token_ids` `[1, T]`."""
+    _memories[cache] = (weakref.ref(drafter), token_ids.clone(), draft_cache)
+
+
+def recall(cache: Cache, drafter: DSparkDrafter, token_ids: torch.LongTensor) -> DraftCache | None:
+    """The draft cache over exactly `token_ids` `[1, T]`, if an earlier call with this target cache left one."""
+    owner, known_ids, draft_cache = _memories.pop(cache, (None, None, None))
+    if owner is None or owner() is not drafter or known_ids is None or draft_cache is None:
+        return None
+    length = token_ids.shape[1]
+    if known_ids.shape[1] < length or not torch.equal(known_ids[:, :length], token_ids):
+        return None
+    # The cache may have been rolled back since (regenerating an answer); context is append-only, so a prefix serves.
+    draft_cache.lengths = [n - (known_ids.shape[1] - length) for n in draft_cache.lengths]
+    return draft_cache
+
+
+def prepare_context(target: TargetPass, generator: DSparkCandidateGenerator, input_ids: torch.LongTensor) -> None:
+    """Gives the drafter what can be had of the tokens in the target's cache, before the prompt is fed."""
+    past_length = target.past_length
+    if past_length == 0:
+        return
+    real = target.attended_columns(0, past_length)
+    if input_ids.shape[1] < past_length or not target.holds_prefix_of(input_ids):
+        generator.first_position = past_length if real is None else int(real.sum())
+        return
+    prefix = input_ids[:, :past_length]
+    recalled = recall(target.cache, generator.drafter, prefix)  # type: ignore[arg-type]
+    if recalled is not None:
+        generator.cache = recalled
+    else:
+        generator.observe_prompt(target.recompute_features(prefix), real)  # type: ignore[arg-type]

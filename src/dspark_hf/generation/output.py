@@ -1,0 +1,143 @@
+"""What a call has produced so far: the tokens, when they are complete, and everything the user asked to see of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from .registration import CACHE_KEY
+from .token_choice import TokenChoice
+
+
+class Output:
+    """
+    The output of one `generate` call, grown one committed token at a time.
+
+    Args:
+        input_ids: The prompt, `[B, P]`.
+        stopping_criteria: As `generate` prepared them; asked after every token, like plain `generate` does.
+        generation_config: Says what to return.
+        streamer: Gets every token.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.LongTensor,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+    ):
+        self.ids = input_ids
+        self.is_finished = False
+        self._criteria = stopping_criteria
+        self._max_length = generation_config.max_length
+        self._streamer = streamer
+        self._returns_dict = bool(generation_config.return_dict_in_generate)
+        self._scores = self._wanted(generation_config.output_scores)
+        self._logits = self._wanted(generation_config.output_logits)
+        self._attentions = self._wanted(generation_config.output_attentions)
+        self._hidden_states = self._wanted(generation_config.output_hidden_states)
+        # Limits and end-of-sequence tokens can be found in a list of new tokens without a call for each.
+        self._is_simple = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in stopping_criteria)
+        eos = [c.eos_token_id for c in stopping_criteria if type(c) is EosTokenCriteria]
+        self._eos_ids = {token for ids in eos for token in ids.reshape(-1).tolist()}
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self._max_length - self.ids.shape[1]
+
+    def commit(self, choice: TokenChoice, raw: Any, is_prefill: bool = False) -> int:
+        """
+        Adds the tokens that `choice` makes, up to the end of the output.
+
+        Args:
+            choice: The tokens of this round.
+            raw: The target's output of this round, for attentions and hidden states.
+            is_prefill: Whether this is the first token, from the prompt's pass.
+
+        Returns:
+            How many were added, at least 1.
+        """
+        if self._is_simple and choice.is_rowwise:
+            num_committed = self._commit_together(choice)
+        else:
+            num_committed = 0
+            for token_ids in choice.one_by_one(lambda: self.ids):
+                self._append(token_ids[:, None], choice, num_committed, num_committed + 1)
+                num_committed += 1
+                if bool(self._criteria(self.ids, self._scores).all()):
+                    self.is_finished = True
+                    break
+        self._collect(raw, num_committed, choice.num_slots, is_prefill)
+        return num_committed
+
+    def result(self, cache: Any) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+        """What plain `generate` returns."""
+        if not self._returns_dict:
+            return self.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.ids,
+            scores=self._scores,
+            logits=self._logits,
+            attentions=self._attentions,
+            hidden_states=self._hidden_states,
+            **{CACHE_KEY: cache},
+        )
+
+    # ------------------------------------------------------------------ helpers
+
+    def _wanted(self, flag: bool | None) -> tuple | None:
+        return () if self._returns_dict and flag else None
+
+    def _commit_together(self, choice: TokenChoice) -> int:
+        tokens = choice.all_tokens()  # [B, N]
+        listed = tokens[0].tolist()[: self.room]
+        ends = [i + 1 for i, token in enumerate(listed) if token in self._eos_ids]
+        num_committed = ends[0] if ends else len(listed)
+        self._append(tokens[:, :num_committed], choice, 0, num_committed)
+        self.is_finished = bool(ends) or self.room <= 0
+        return num_committed
+
+    def _append(self, tokens: torch.Tensor, choice: TokenChoice, start: int, end: int) -> None:
+        """Adds `tokens` `[B, end - start]`, chosen at slots `start..end-1` of the round."""
+        self.ids = torch.cat([self.ids, tokens], dim=1)  # type: ignore[assignment]
+        if self._scores is not None:
+            self._scores += tuple(choice.scores_at(slot) for slot in range(start, end))
+        if self._logits is not None:
+            self._logits += tuple(choice.logits_at(slot) for slot in range(start, end))
+        if self._streamer is not None:
+            for column in tokens.cpu().unbind(1):
+                self._streamer.put(column)
+
+    def _collect(self, raw: Any, num_committed: int, num_slots: int, is_prefill: bool) -> None:
+        """One entry a token, as in plain `generate`: the states at the position whose logits gave the token."""
+        if self._hidden_states is not None:
+            if is_prefill:
+                self._hidden_states += (raw.hidden_states,)
+            else:
+                self._hidden_states += tuple(
+                    tuple(state[:, slot : slot + 1] for state in raw.hidden_states) for slot in range(num_committed)
+                )
+        if self._attentions is not None:
+            if is_prefill:
+                self._attentions += (raw.attentions,)
+            else:
+                self._attentions += tuple(
+                    tuple(_row_of(weights, slot, num_slots) for weights in raw.attentions)
+                    for slot in range(num_committed)
+                )
+
+
+def _row_of(weights: torch.Tensor, slot: int, num_slots: int) -> torch.Tensor:
+    """Attention `[B, H, 1, T]` of one fed position over what existed then: later positions of the round are cut off."""
+    return weights[:, :, slot : slot + 1, : weights.shape[-1] - (num_slots - 1 - slot)]

@@ -1,0 +1,196 @@
+"""The one seam to transformers: `generate(assistant_model=drafter)` becomes `generate(custom_generate=...)`.
+
+Everything here that is not public transformers API is listed in `_check_seam`, which runs at import and says so when a
+transformers version changed it. Nothing else in the package knows these names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
+from transformers.generation import StoppingCriteriaList
+
+from ..modeling_dspark import DSparkDrafter
+
+_ORIGINAL = "_dspark_hf_original"
+
+# transformers 5.24 renamed the cache argument of models and the field of their outputs.
+CACHE_KEY = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+
+# ---------------------------------------------------------------------- the hook
+
+
+def register() -> None:
+    """Lets `generate` take a [`DSparkDrafter`] as `assistant_model`. Done on `import dspark_hf`; harmless when repeated."""
+    current = GenerationMixin.generate
+    if hasattr(current, _ORIGINAL):
+        return
+
+    @functools.wraps(current)
+    def generate(self, *args, **kwargs):
+        drafter = _drafter_in(current, self, args, kwargs)
+        if drafter is None:
+            return current(self, *args, **kwargs)
+        return _generate_with_drafter(current, self, drafter, args, kwargs)
+
+    setattr(generate, _ORIGINAL, current)
+    GenerationMixin.generate = generate  # type: ignore[method-assign]
+
+
+def unregister() -> None:
+    """Gives transformers its own `generate` back."""
+    original = getattr(GenerationMixin.generate, _ORIGINAL, None)
+    if original is not None:
+        GenerationMixin.generate = original  # type: ignore[method-assign]
+
+
+def unwrap_drafter(model: Any) -> DSparkDrafter | None:
+    """The drafter behind `model`, which may be wrapped by PEFT; `None` when it is none."""
+    if not isinstance(model, DSparkDrafter) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model if isinstance(model, DSparkDrafter) else None
+
+
+def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> DSparkDrafter | None:
+    assistant = kwargs.get("assistant_model")
+    if assistant is None and len(args) > 6:  # Seventh positional parameter of `generate`, `self` not counted.
+        assistant = inspect.signature(generate).bind_partial(target, *args).arguments.get("assistant_model")
+    return unwrap_drafter(assistant)
+
+
+def _generate_with_drafter(generate, target, drafter: DSparkDrafter, args: tuple, kwargs: dict[str, Any]):
+    from .loop import dspark_generate
+
+    call = inspect.signature(generate).bind(target, *args, **kwargs).arguments
+    call.update(call.pop("kwargs", {}))
+    del call["self"], call["assistant_model"]
+    if call.get("custom_generate") is not None:
+        raise ValueError("Pass either assistant_model=<DSpark drafter> or custom_generate=, not both: each is a decoding loop.")
+    _refuse_synced_ranks(target, call.get("synced_gpus"))
+    # One tokenizer serves both models: a drafter shares its target's vocabulary.
+    call.pop("assistant_tokenizer", None)
+    _build_stop_strings(target, call)
+    settings = {
+        name: _setting(name, call) for name in ("num_assistant_tokens", "assistant_confidence_threshold")
+    }
+    streamer = call.get("streamer")
+
+    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        return dspark_generate(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            drafter=drafter,
+            streamer=streamer,
+            **settings,
+            **model_kwargs,
+        )
+
+    return generate(target, custom_generate=decode, **call)
+
+
+def _setting(name: str, call: dict[str, Any]) -> Any:
+    """A knob of assisted generation as given in this call, or `None`: the drafter's own settings then count."""
+    value = call.pop(name, None)
+    config: GenerationConfig | None = call.get("generation_config")
+    return getattr(config, name, None) if value is None and config is not None else value
+
+
+def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:
+    """
+    Turns `stop_strings=` into a stopping criterion, since transformers loses the tokenizer on the way to a custom loop.
+
+    Raises:
+        ValueError: when stop strings come without a tokenizer.
+    """
+    config = call.get("generation_config") or target.generation_config
+    stop_strings = call.pop("stop_strings", None) or config.stop_strings
+    tokenizer = call.pop("tokenizer", None)
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise ValueError("stop_strings= needs the tokenizer: pass tokenizer= to generate as well.")
+    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+    call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion])
+    if config.stop_strings is not None:
+        call["generation_config"] = _without_stop_strings(config)
+
+
+def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
+    config = type(config).from_dict(config.to_dict())
+    config.stop_strings = None
+    return config
+
+
+def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> None:
+    if synced_gpus is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+        from transformers.integrations.fsdp import is_fsdp_managed_module
+
+        sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target)
+        synced_gpus = sharded and torch.distributed.get_world_size() > 1
+    if synced_gpus:
+        raise ValueError(
+            "DSpark decoding does not keep ranks in step (synced_gpus, FSDP or ZeRO-3 with several ranks): rounds differ in "
+            "length from rank to rank, which would hang. Gather the target on each rank, or generate without a drafter."
+        )
+
+
+# ---------------------------------------------------------------------- transformers' internals, by their names
+
+
+def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int | None:
+    """
+    Columns of the attention mask the user gave. It tells a full prompt from one whose beginning is in the cache only.
+
+    `generate` drops a mask of ones and remembers its length.
+    """
+    mask = model_kwargs.get("attention_mask")
+    return mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", None)
+
+
+def extended_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
+    """A copy of `model_kwargs` whose masks, positions and token types cover `num_new_tokens` more tokens."""
+    if num_new_tokens == 0:
+        return dict(model_kwargs)
+    return model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=num_new_tokens)  # type: ignore
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether the model keeps recurrent state that cannot be rolled back."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def _check_seam() -> None:
+    missing = []
+    parameters = inspect.signature(GenerationMixin.generate).parameters
+    missing += [f"generate({name}=)" for name in ("custom_generate", "assistant_model", "streamer") if name not in parameters]
+    update = getattr(GenerationMixin, "_update_model_kwargs_for_generation", None)
+    if update is None or "num_new_tokens" not in inspect.signature(update).parameters:
+        missing.append("GenerationMixin._update_model_kwargs_for_generation(num_new_tokens=)")
+    if CACHE_KEY not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+        missing.append(f"prepare_inputs_for_generation({CACHE_KEY}=)")
+    missing += [f"Cache.{name}" for name in ("crop", "is_croppable", "activate_past_recording") if not hasattr(Cache, name)]
+    if missing:
+        warnings.warn(
+            f"transformers {transformers.__version__} changed what dspark_hf builds on: {', '.join(missing)}. "
+            "generate(assistant_model=drafter) may fail; install a transformers version that dspark_hf supports.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_check_seam()

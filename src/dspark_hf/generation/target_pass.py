@@ -1,0 +1,179 @@
+"""The target's side of a round: feed tokens, read logits and tapped hidden states, take rejected tokens back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from .registration import CACHE_KEY, extended_model_kwargs, is_stateful, prompt_mask_length
+
+
+class TargetOutput(NamedTuple):
+    """
+    One forward pass of the target.
+
+    Args:
+        logits: Float32 logits of the last tokens fed, `[B, N, V]`.
+        context_features: Tapped hidden states of all tokens fed, concatenated, `[B, T, m * D_target]`.
+        raw: The model's own output, for what the user asked to be returned.
+        attended: False where a token fed was padding, `[B, T]`; `None` when none was.
+    """
+
+    logits: torch.Tensor
+    context_features: torch.Tensor
+    raw: Any
+    attended: torch.BoolTensor | None = None
+
+
+class TargetPass:
+    """
+    Runs the target over the prompt and then over `[anchor, drafts]`, with transformers' own input preparation and cache.
+
+    Args:
+        model: The target.
+        model_kwargs: As `generate` prepared them: cache, masks, positions and the model's own arguments.
+        generation_config: As `generate` prepared it.
+        hidden_state_indices: Entries of `hidden_states` that feed the drafter.
+
+    Raises:
+        ValueError: when the target's cache is off or cannot be rolled back.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        generation_config: GenerationConfig,
+        hidden_state_indices: list[int],
+    ):
+        self.model = model
+        self.model_kwargs = model_kwargs
+        self.cache = model_kwargs.get(CACHE_KEY)
+        self.generation_config = generation_config
+        self.hidden_state_indices = hidden_state_indices
+        if is_stateful(model):
+            self._refuse(f"{type(model).__name__} keeps recurrent state, which cannot be rolled back after a rejected draft")
+        if self.cache is None or not model_kwargs.get("use_cache", True):
+            self._refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
+
+    @property
+    def past_length(self) -> int:
+        """Tokens in the cache."""
+        return int(self.cache.get_seq_length())
+
+    # ------------------------------------------------------------------ passes
+
+    def prefill(self, input_ids: torch.LongTensor) -> Iterator[TargetOutput]:
+        """
+        Feeds what the cache does not hold yet, in one pass or in chunks of `prefill_chunk_size`.
+
+        Args:
+            input_ids: The prompt, `[B, P]`; empty when the prompt is given as `inputs_embeds`.
+        """
+        embeds = self.model_kwargs.get("inputs_embeds")
+        past_length, length = self.past_length, input_ids.shape[1] if embeds is None else embeds.shape[1]
+        # Columns of masks and positions count from the start of the cache, those of new-only ids from its end.
+        offset = 0 if self.holds_prefix_of(input_ids) else past_length
+        if past_length >= offset + length:
+            self._refuse(f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from")
+        chunk_size = self.generation_config.prefill_chunk_size or length
+        if chunk_size < offset + length - past_length and embeds is not None:
+            self._refuse("prefill_chunk_size does not work with inputs_embeds")
+        for start in range(past_length, offset + length, chunk_size):
+            end = min(start + chunk_size, offset + length)
+            kwargs = self._kwargs_of_first(end, offset + length)
+            ids = input_ids if embeds is not None else input_ids[:, : end - offset]
+            fed = self._forward(ids, end - start, 1, kwargs, is_first_iteration=True)
+            yield fed._replace(attended=self.attended_columns(start, end))
+        if not self.cache.is_croppable:
+            self._refuse("its cache has layers that cannot be rolled back (recurrent state, or a static sliding window)")
+        # Only now: recording every state of a long prompt would hold far more memory than the layers keep.
+        self.cache.activate_past_recording()
+
+    def verify(self, input_ids: torch.LongTensor, draft_ids: torch.LongTensor) -> TargetOutput:
+        """
+        Feeds the anchor and its drafts.
+
+        Args:
+            input_ids: All committed tokens, the anchor last, `[B, L]`.
+            draft_ids: `[B, N]`.
+
+        Returns:
+            Logits and features of all `N + 1` tokens fed.
+        """
+        num_fed = draft_ids.shape[1] + 1
+        kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_fed - 1)
+        candidates = torch.cat([input_ids, draft_ids.to(input_ids.device)], dim=1)
+        return self._forward(candidates, num_fed, num_fed, kwargs, is_first_iteration=False)
+
+    def commit(self, num_fed: int, num_committed: int) -> None:
+        """
+        Ends a round: keeps the fed tokens that belong to the output and makes room for the new anchor.
+
+        As in plain `generate`, the last committed token is not in the cache.
+
+        Args:
+            num_fed: Tokens the pass fed.
+            num_committed: Tokens the round added to the output, at least 1.
+        """
+        # `crop(0)` is no no-op: it lets sliding-window layers drop what they recorded for this round.
+        self.cache.crop(num_committed - num_fed)
+        self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed)
+
+    def recompute_features(self, input_ids: torch.LongTensor) -> torch.Tensor:
+        """
+        Features of a prefix that only the cache has seen, `[B, T, m * D_target]`, at the price of a pass over it.
+
+        Args:
+            input_ids: The prefix, `[B, T]`.
+        """
+        length, total = input_ids.shape[1], prompt_mask_length(self.model_kwargs, self.generation_config)
+        kwargs = self._kwargs_of_first(length, total or length) | {"use_cache": False, CACHE_KEY: None}
+        return self._forward(input_ids, length, 1, kwargs, is_first_iteration=True).context_features
+
+    def attended_columns(self, start: int, end: int) -> torch.BoolTensor | None:
+        """Which of the prompt's columns `start..end-1` are no padding, `[B, end - start]`; `None` for all."""
+        mask = self.model_kwargs.get("attention_mask")
+        return None if mask is None else mask[:, start:end].bool()
+
+    def holds_prefix_of(self, input_ids: torch.LongTensor) -> bool:
+        """Whether `input_ids` starts with the tokens in the cache; otherwise it holds new tokens only."""
+        if self.model_kwargs.get("inputs_embeds") is not None:
+            return True
+        return self.past_length == 0 or prompt_mask_length(self.model_kwargs, self.generation_config) == input_ids.shape[1]
+
+    # ------------------------------------------------------------------ helpers
+
+    def _forward(self, input_ids, num_fed: int, logits_to_keep: int, kwargs: dict[str, Any], is_first_iteration: bool):
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=num_fed, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = logits_to_keep
+        raw = self.model(**(inputs | self._outputs_wanted(inputs)), return_dict=True)
+        logits = raw.logits[:, -logits_to_keep:].to(device=input_ids.device, dtype=torch.float32, copy=True)
+        return TargetOutput(logits, self._features(raw), raw)
+
+    def _outputs_wanted(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Hidden states: all of them where the user wants them, else (newer transformers) the tapped ones alone."""
+        everything = inputs.pop("output_hidden_states", False)
+        return {"output_hidden_states": True if everything else self.hidden_state_indices}
+
+    def _features(self, raw: Any) -> torch.Tensor:
+        states = [raw.hidden_states[index] for index in self.hidden_state_indices]
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+    def _kwargs_of_first(self, length: int, total: int) -> dict[str, Any]:
+        """`model_kwargs` as they would be for the first `length` of `total` prompt tokens."""
+        kwargs = dict(self.model_kwargs)
+        for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+            value = kwargs.get(name)
+            if isinstance(value, torch.Tensor) and value.shape[-1] == total:
+                kwargs[name] = value[..., :length]
+        return kwargs
+
+    def _refuse(self, reason: str) -> None:
+        raise ValueError(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")

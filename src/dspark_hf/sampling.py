@@ -1,0 +1,90 @@
+"""Which drafts pass and what is drawn instead: the part that makes speculative decoding lossless.
+
+Pure functions over probabilities. Accepting `x ~ q` with probability `min(1, p(x) / q(x))` and otherwise drawing from
+`norm(max(p - q, 0))` gives exactly `p` (paper section 2.1; Leviathan et al., 2023), whatever `q` is, as long as `q` is the
+law the draft was really drawn from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def draw(probs: torch.Tensor) -> torch.LongTensor:
+    """One token id per row of `probs` `[..., V]`, `[...]`. Rows need not be normalised."""
+    flat = probs.reshape(-1, probs.shape[-1])
+    return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])  # type: ignore[return-value]
+
+
+def passes(draft_ids: torch.LongTensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.BoolTensor:
+    """
+    The acceptance test of each draft, on its own.
+
+    Args:
+        draft_ids: `[...]`.
+        draft_probs: The law each draft was drawn from, `[..., V]`.
+        target_probs: The target's law at the same position, `[..., V]`.
+
+    Returns:
+        True with probability `min(1, p(x) / q(x))`, `[...]`.
+    """
+    q = draft_probs.gather(-1, draft_ids[..., None]).squeeze(-1)
+    p = target_probs.gather(-1, draft_ids[..., None]).squeeze(-1)
+    return torch.rand_like(q) * q < p  # type: ignore[return-value]
+
+
+def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """
+    What to draw from after a rejection: `max(p - q, 0)`, `[..., V]`, not normalised.
+
+    Where rounding leaves nothing (`p` and `q` equal, so a rejection had probability zero), it is `p`.
+    """
+    rest = (target_probs - draft_probs).clamp(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, target_probs)
+
+
+def leading_true(mask: torch.BoolTensor) -> torch.LongTensor:
+    """Length of the leading run of True along the last dimension: `[..., G]` -> `[...]`."""
+    return mask.long().cumprod(-1).sum(-1)  # type: ignore[return-value]
+
+
+def verify_greedy(
+    draft_ids: torch.LongTensor, target_ids: torch.LongTensor
+) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """
+    Greedy acceptance.
+
+    Args:
+        draft_ids: Drafts sent to the target, `[B, L]`.
+        target_ids: The target's own choice at each of these positions and the one after, `[B, L + 1]`.
+
+    Returns:
+        `num_accepted` `[B]` and the token that follows them `[B]` (the target's correction, or the bonus token).
+    """
+    num_accepted = leading_true(draft_ids == target_ids[:, :-1])  # type: ignore[arg-type]
+    return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1)  # type: ignore[return-value]
+
+
+def verify_sampled(
+    draft_ids: torch.LongTensor, draft_probs: torch.Tensor, target_probs: torch.Tensor
+) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """
+    Rejection sampling.
+
+    Args:
+        draft_ids: Drafts sent to the target, `[B, L]`.
+        draft_probs: The law each was drawn from, `[B, L, V]`.
+        target_probs: The target's law at each of these positions and the one after, `[B, L + 1, V]`.
+
+    Returns:
+        `num_accepted` `[B]` and the token that follows them `[B]`.
+    """
+    num_drafts = draft_ids.shape[1]
+    num_accepted = leading_true(passes(draft_ids, draft_probs, target_probs[:, :num_drafts]))
+    rows = torch.arange(len(draft_ids), device=draft_ids.device)
+    follow = target_probs[rows, num_accepted]  # [B, V]
+    if num_drafts:
+        q = draft_probs[rows, num_accepted.clamp(max=num_drafts - 1)]
+        rejected = (num_accepted < num_drafts)[:, None]
+        follow = torch.where(rejected, residual(follow, q), follow)
+    return num_accepted, draw(follow)
