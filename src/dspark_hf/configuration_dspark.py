@@ -55,6 +55,8 @@ class DSparkConfig(PreTrainedConfig):
         markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
         enable_confidence_head (`bool`): Whether a confidence head predicts each slot's acceptance.
         confidence_head_with_markov (`bool`): Whether it also reads the previous token's Markov embedding.
+        confidence_temperatures (`list[float]`, *optional*):
+            Calibration of the confidence head: what each draft slot's logit is divided by. `None`: not calibrated.
         has_embed_tokens, has_lm_head (`bool`):
             Whether the checkpoint holds its own embedding and LM head; otherwise they are the target's, by reference.
         qk_norm, v_norm (`bool`): RMSNorm on queries and keys; scale-free RMSNorm on values.
@@ -119,6 +121,7 @@ class DSparkConfig(PreTrainedConfig):
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    confidence_temperatures: list[float] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
@@ -195,6 +198,13 @@ class DSparkConfig(PreTrainedConfig):
             yield (
                 "confidence_head_with_markov=True reads the Markov embedding, but markov_rank is 0: "
                 "set confidence_head_with_markov=False or give a rank."
+            )
+        if (temperatures := self.confidence_temperatures) is not None and (
+            len(temperatures) != self.num_draft_tokens or min(temperatures, default=0.0) <= 0
+        ):
+            yield (
+                f"confidence_temperatures must be one positive number for each of the {self.num_draft_tokens} drafts of a block, "
+                f"got {temperatures}."
             )
         if len(layer_types) != self.num_hidden_layers:
             yield f"layer_types names {len(layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}."

@@ -159,7 +159,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         for slot in range(base_logits.shape[1]):
             # Before x_k exists: the cut at slot k must not depend on the token drawn there.
             if self.wants_confidence:
-                confidence.append(self._confidence(hidden_states[:, slot], sequence[:, -1]))
+                confidence.append(self._confidence(slot, hidden_states[:, slot], sequence[:, -1]))
                 if (confidence[-1] < self.confidence_threshold).all():
                     break
             scores = base_logits[:, slot]
@@ -184,9 +184,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._confident_lengths(stacked, len(ids), len(input_ids)),
         )
 
-    def _confidence(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+    def _confidence(self, slot: int, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """Calibrated `c_k` of one slot, `[B]`."""
         embeddings = self.drafter.markov_head.markov_w1(previous_ids) if self.drafter.markov_head else None
-        return torch.sigmoid(self.drafter.confidence_head(hidden_states, embeddings).float())  # type: ignore[misc]
+        logits = self.drafter.confidence_head(hidden_states, embeddings).float()  # type: ignore[misc]
+        temperatures = self.drafter.config.confidence_temperatures
+        return torch.sigmoid(logits / temperatures[slot] if temperatures else logits)
 
     def _confident_lengths(self, confidence: torch.Tensor | None, num_drafts: int, num_rows: int) -> list[int]:
         """Drafts before the first slot below the threshold (algorithm of paper section 3.3, static threshold)."""
