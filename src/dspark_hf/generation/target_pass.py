@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..hidden_states import context_features, output_hidden_states
 from .registration import CACHE_KEY, extended_model_kwargs, is_stateful, prompt_mask_length
 
 
@@ -155,16 +156,12 @@ class TargetPass:
             inputs["logits_to_keep"] = logits_to_keep
         raw = self.model(**(inputs | self._outputs_wanted(inputs)), return_dict=True)
         logits = raw.logits[:, -logits_to_keep:].to(device=input_ids.device, dtype=torch.float32, copy=True)
-        return TargetOutput(logits, self._features(raw), raw)
+        return TargetOutput(logits, context_features(raw, self.hidden_state_indices), raw)
 
     def _outputs_wanted(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Hidden states: all of them where the user wants them, else (newer transformers) the tapped ones alone."""
         everything = inputs.pop("output_hidden_states", False)
-        return {"output_hidden_states": True if everything else self.hidden_state_indices}
-
-    def _features(self, raw: Any) -> torch.Tensor:
-        states = [raw.hidden_states[index] for index in self.hidden_state_indices]
-        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+        return {"output_hidden_states": True if everything else output_hidden_states(self.hidden_state_indices)}
 
     def _kwargs_of_first(self, length: int, total: int) -> dict[str, Any]:
         """`model_kwargs` as they would be for the first `length` of `total` prompt tokens."""
