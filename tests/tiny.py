@@ -101,7 +101,12 @@ def gemma4(seed: int = 0, **fields: Any) -> PreTrainedModel:
 
 def gpt_oss(seed: int = 0, **fields: Any) -> PreTrainedModel:
     """Sliding and full layers with attention sinks, and a mixture of experts."""
-    own = {"sliding_window": SLIDING_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
+    own = {
+        "sliding_window": SLIDING_WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
     return build_target(target_config("GptOss", **(own | fields)), seed)
 
 
@@ -146,8 +151,14 @@ HYBRID_TARGETS = ("qwen3_5",)
 
 def transition_logits(target: PreTrainedModel) -> torch.Tensor:
     """The law of a [`bigram`] target in closed form: logits `[V, V]` of the next token, a row for each last token."""
-    embeddings = target.get_input_embeddings()(torch.arange(VOCAB_SIZE))  # [V, D]
-    return target.get_output_embeddings()(target.get_decoder().norm(embeddings))
+    logits = target.get_output_embeddings()(_bigram_states(target))
+    cap = getattr(target.config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _bigram_states(target: PreTrainedModel) -> torch.Tensor:
+    """The last hidden state of a [`bigram`] target after each token, `[V, D]`."""
+    return target.get_decoder().norm(target.get_input_embeddings()(torch.arange(VOCAB_SIZE)))
 
 
 # ---------------------------------------------------------------------- drafters
@@ -186,14 +197,14 @@ def perfect_drafter(target: PreTrainedModel, block_size: int = BLOCK_SIZE, **fie
     """
     for name, weight in target.named_parameters():
         assert not (name.endswith(("o_proj.weight", "down_proj.weight")) and weight.any()), "needs tiny.bigram()"
+    assert not getattr(target.config, "final_logit_softcapping", None), "the transition bias is never capped"
     drafter = random_drafter(target, block_size=block_size, **({"markov_rank": target.config.hidden_size} | fields))
     head = target.get_output_embeddings().weight  # [V, D]
     if drafter.draft_token_ids is not None:
         head = head[drafter.draft_token_ids]
     with torch.no_grad():
         drafter.norm.weight.zero_()
-        embeddings = target.get_input_embeddings()(torch.arange(VOCAB_SIZE))
-        drafter.markov_head.markov_w1.weight.copy_(target.get_decoder().norm(embeddings))
+        drafter.markov_head.markov_w1.weight.copy_(_bigram_states(target))
         drafter.markov_head.markov_w2.weight.copy_(head)
         if drafter.confidence_head is not None:
             drafter.confidence_head.proj.weight.zero_()

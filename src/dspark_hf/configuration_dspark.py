@@ -95,6 +95,9 @@ class DSparkConfig(PreTrainedConfig):
     sliding_window: int | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
     qk_norm: bool = True
     v_norm: bool = False
@@ -267,13 +270,15 @@ class DSparkConfig(PreTrainedConfig):
             )
         if target_layer_ids is None:
             target_layer_ids = spread_layer_ids(text.num_hidden_layers)
-        heads = text.num_attention_heads
+        # Layers may differ in their widths (Gemma 4); the draft layers take those of the first.
+        layer = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
+        heads = layer.num_attention_heads
         fields: dict[str, Any] = {
             "hidden_size": text.hidden_size,
-            "intermediate_size": _first_attr(text, "intermediate_size", "ffn_dim") or 4 * text.hidden_size,
+            "intermediate_size": _first_attr(layer, "intermediate_size", "ffn_dim") or 4 * text.hidden_size,
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(layer, "head_dim", None) or text.hidden_size // heads,
             "hidden_act": _first_attr(text, "hidden_act", "hidden_activation") or "silu",
             "rms_norm_eps": _first_attr(text, "rms_norm_eps", "layer_norm_epsilon") or 1e-6,
             "vocab_size": text.vocab_size,

@@ -276,10 +276,13 @@ class DSparkDrafter(DSparkPreTrainedModel):
             expected = {name: tuple(t.shape) for name, t in cls(config).state_dict().items()}
         checkpoint.check_tensors(expected)
         kwargs.pop("use_safetensors", None)
-        drafter = super().from_pretrained(
+        loaded = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
         )
-        return drafter
+        drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
+        # transformers reads these only for models that generate by themselves.
+        drafter.generation_config.update(**checkpoint.generation_settings)
+        return loaded
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: Any, *args: Any, include_embeddings: bool = False, **kwargs: Any

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_dspark import DSparkConfig
 from . import dspark, native
-from .files import Checkpoint, read_tensor_index
+from .files import Checkpoint, read_generation_settings, read_tensor_index
 
 FORMATS = (dspark, native)
 
@@ -47,4 +47,4 @@ def read_checkpoint(path: Any, config: DSparkConfig | None, kwargs: dict[str, An
             )
         config = reader.read_config(raw, tensors.keys())
         config.name_or_path = str(path)
-    return Checkpoint(path, config, tensors)
+    return Checkpoint(path, config, tensors, read_generation_settings(path, hub))

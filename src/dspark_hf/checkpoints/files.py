@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ..configuration_dspark import DSparkConfig
 
@@ -16,14 +16,18 @@ Shape = tuple[int, ...]
 # Frozen copies of the target's tensors, which the drafter does without where it borrows the target's own.
 OPTIONAL_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
+# What a drafter's own generation_config.json says: drafts a round, and the confidence that ends a round's drafts.
+GENERATION_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold")
+
 
 @dataclass
 class Checkpoint:
-    """A drafter's configuration and the name and shape of every tensor in its files."""
+    """A drafter's configuration, its generation settings, and the name and shape of every tensor in its files."""
 
     path: Any
     config: DSparkConfig
     tensors: dict[str, Shape]
+    generation_settings: dict[str, Any]
 
     def check_tensors(self, expected: dict[str, Shape]) -> None:
         """
@@ -70,6 +74,16 @@ def read_tensor_index(path: Any, hub: dict[str, Any]) -> dict[str, Shape]:
     for shard in shards:
         tensors |= _tensors_of(cached_file(path, shard, **hub))
     return tensors
+
+
+def read_generation_settings(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a round in a checkpoint's generation_config.json; what else it holds is about the target."""
+    file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **hub)
+    if file is None:
+        return {}
+    with open(file, encoding="utf-8") as opened:
+        stored = json.load(opened)
+    return {name: stored[name] for name in GENERATION_SETTINGS if stored.get(name) is not None}
 
 
 def _tensors_of(file: str) -> dict[str, Shape]:
