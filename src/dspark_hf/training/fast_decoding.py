@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,7 +28,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
-
 
 ATTENTION_NAME = "dspark_hf_slots"
 LENGTH_STEP = 64  # buffers grow by multiples of this many positions
@@ -52,7 +51,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.do_sample and not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}, but sampling needs a positive one; for greedy set do_sample=False.")
+            raise ValueError(
+                f"temperature is {self.temperature}, but sampling needs a positive one; for greedy set do_sample=False."
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; give a number of tokens, or 0 to keep all.")
         if not 0 < self.top_p <= 1:
@@ -70,7 +71,7 @@ class Request:
         seed: seeds this request's uniform numbers.
     """
 
-    key: Hashable
+    key: int
     input_ids: list[int]
     max_new_tokens: int
     seed: int = 0
@@ -80,7 +81,7 @@ class Request:
 class Completion:
     """A request's response: `token_ids` without the end-of-sequence token; `finished` is False where the limit cut it."""
 
-    key: Hashable
+    key: int
     token_ids: list[int]
     finished: bool
 
@@ -103,7 +104,7 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampli
     candidates = None
     if 0 < sampling.top_k < logits.shape[-1]:
         logits, candidates = logits.topk(sampling.top_k, dim=-1)  # [B, K] each, most likely first
-    logits = logits.float().div_(sampling.temperature) if logits.dtype != torch.float32 else logits / sampling.temperature
+    logits = logits.to(torch.float32, copy=True).div_(sampling.temperature)  # a copy, so it may be written in place
     if sampling.top_p < 1:
         logits, order = keep_top_p(logits, sampling.top_p)  # [B, K] each
         candidates = order if candidates is None else candidates.gather(-1, order)
@@ -253,7 +254,9 @@ class SlotLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(self.slots, value_states.shape[1], self.capacity, value_states.shape[3])
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self.plan
@@ -360,7 +363,9 @@ class SlotDecoder:
         self.lengths = torch.zeros(slots, dtype=torch.long)  # [S] positions in the cache
         self.current_ids = torch.zeros(slots, dtype=torch.long)  # [S] next token to feed
         self.uniforms: list[torch.Tensor | None] = [None] * slots
-        self.layers = [SlotLayer(self.plan, slots) for _ in range(self.target.config.get_text_config().num_hidden_layers)]
+        self.layers = [
+            SlotLayer(self.plan, slots) for _ in range(self.target.config.get_text_config().num_hidden_layers)
+        ]
         self.cache = Cache(layers=self.layers)
 
     @property
@@ -403,8 +408,8 @@ class SlotDecoder:
     def occupy(self, slot: int, request: Request) -> None:
         if not request.input_ids or request.max_new_tokens < 1:
             raise ValueError(
-                f"Request {request.key!r} has {len(request.input_ids)} prompt tokens and max_new_tokens={request.max_new_tokens}; "
-                "both must be at least 1."
+                f"Request {request.key!r} has {len(request.input_ids)} prompt tokens and "
+                f"max_new_tokens={request.max_new_tokens}; both must be at least 1."
             )
         self.rows[slot] = Row(request)
         self.lengths[slot] = len(request.input_ids) - 1
@@ -516,25 +521,39 @@ def slot_attention_of(target: PreTrainedModel) -> Iterator[None]:
         target.set_attn_implementation(previous)
 
 
-def unsupported_reason(target: PreTrainedModel, max_length: int) -> str | None:
-    """Why `SlotDecoder` cannot serve `target` for rows up to `max_length` tokens; None where it can."""
+def attention_window(target: PreTrainedModel) -> int | None:
+    """The sliding window of any of the target's layers, in tokens; None where all layers attend to everything."""
+    config = target.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    if layer_types == {"full_attention"} or not getattr(config, "use_sliding_window", True):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | None:
+    """Why `SlotDecoder` cannot serve `target` for rows of up to `max_length` tokens; None where it can.
+
+    What it needs: attention that can be exchanged, plain softmax over keys and values of every layer's own, and rows
+    that fit into a sliding window where there is one.
+    """
     config = target.config.get_text_config()
     if target.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if not target._supports_sdpa:
+    if not getattr(target, "_supports_sdpa", False):
         return "its attention cannot be exchanged"
-    if target._is_stateful:
+    if getattr(target, "_is_stateful", False):
         return "its cache holds a recurrent state"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "its attention logits are capped"
-    window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
     if layer_types - {"full_attention", "sliding_attention"}:
-        return f"its layers are of the types {sorted(layer_types)}"
-    if window and window < max_length and layer_types != {"full_attention"} and getattr(config, "use_sliding_window", True):
-        return f"its attention window of {window} is shorter than the rows of up to {max_length} tokens"
-    parameters = inspect.signature(target.forward).parameters
-    missing = {"position_ids", "logits_to_keep", "use_cache"} - set(parameters)
+        return f"its layers are of the types {', '.join(sorted(layer_types))}"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "some of its layers share keys and values"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "its attention logits are capped"
+    window = attention_window(target)
+    if window is not None and window < max_length:
+        return f"its attention window of {window} tokens is shorter than the longest row, {max_length} tokens"
+    missing = {"position_ids", "logits_to_keep", "use_cache"} - set(inspect.signature(target.forward).parameters)
     if missing:
         return f"its forward takes no {', '.join(sorted(missing))}"
     return None

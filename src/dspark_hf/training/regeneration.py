@@ -6,10 +6,10 @@
     source    copied where the prompt names one
     prompt    or `messages`: what came before the response
     response  the target's text, special tokens left out
-    finished  False where the limit cut the response, which then has no end-of-sequence token
+    finished  False where the limit cut a response, which then has no end-of-sequence token
 
-A run that is stopped at any point goes on where it was: whole lines are synchronised to disk, a torn last line is dropped, and
-prompts whose id is in the file are left out. `self_prompt` lets an instruct target write the prompts as well.
+A run that is stopped at any point goes on where it was: whole lines are synchronised to disk, a torn last line is dropped,
+and prompts whose id is in the file are left out. `self_prompt` lets an instruct target write the prompts as well.
 
     python -m dspark_hf.training.regeneration prompts.jsonl responses.jsonl --target PATH --temperature 0.6
 """
@@ -23,7 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -32,8 +32,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .fast_decoding import Completion, Request, Sampling, SlotDecoder, unsupported_reason
-
+from .fast_decoding import Completion, Request, Sampling, SlotDecoder, attention_window, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +95,24 @@ class Conversation:
     id: int
     row: dict[str, Any]
     messages: list[dict[str, str]]
-    turns: list[str] = field(default_factory=list)  # user turns still to come
+    turns: list[str] = field(default_factory=list)  # the user's turns still to come
     finished: list[bool] = field(default_factory=list)  # one a response
+
+    def add(self, response: str, finished: bool) -> None:
+        self.messages.append({"role": "assistant", "content": response})
+        self.finished.append(finished)
+
+    def output_row(self) -> dict[str, Any]:
+        """The row to write, once the last response is there."""
+        *before, response = self.messages
+        row: dict[str, Any] = {"id": self.id}
+        if "source" in self.row:
+            row["source"] = self.row["source"]
+        if len(before) == 1 and "prompt" in self.row:
+            row["prompt"] = before[0]["content"]
+        else:
+            row["messages"] = before
+        return {**row, "response": response["content"], "finished": all(self.finished)}
 
 
 def read_prompts(source: str | Path, split: str = "train") -> Iterator[dict[str, Any]]:
@@ -112,7 +127,9 @@ def read_prompts(source: str | Path, split: str = "train") -> Iterator[dict[str,
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError(f"'{source}' is no local file; reading it as a data set needs: pip install datasets") from error
+        raise ImportError(
+            f"'{source}' is no local file; reading it as a data set needs: pip install datasets"
+        ) from error
     yield from load_dataset(str(source), split=split)
 
 
@@ -134,9 +151,9 @@ def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
     )
 
 
-def derived_seed(seed: int, *parts: Any) -> int:
-    """A 63-bit seed from the run's seed and what names the request, the same on every machine."""
-    digest = hashlib.sha256(":".join(map(str, (seed, *parts))).encode()).digest()
+def request_seed(run_seed: int, id: int, turn: int) -> int:
+    """A 63-bit seed for one response, the same on every machine and in every batch."""
+    digest = hashlib.sha256(f"{run_seed}:{id}:{turn}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -156,22 +173,51 @@ class ResumableLines:
 
     Opening drops a torn last line (without a line end, or not JSON); `written` then holds the rows that are there.
 
+    Args:
+        path: the file, created with its folder where missing.
+        origin: what made the rows (target, settings), kept beside the file in `<name>.origin.json`.
+
     Raises:
-        ValueError: a line before the last is not JSON, so the file is not one of ours.
+        ValueError: a line before the last is not JSON, so the file is not one of ours; or its rows have another origin.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, origin: dict[str, Any]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file: IO[bytes] = self.path.open("a+b")
-        self.written = self.recover()
+        try:
+            self.written = self.recover()
+            self.check_origin(origin)
+        except ValueError:
+            self.close()
+            raise
+
+    def check_origin(self, origin: dict[str, Any]) -> None:
+        """Refuse to mix rows of two origins in one file; note the origin where there is none yet."""
+        note = self.path.with_name(self.path.name + ".origin.json")
+        if self.written and note.exists():
+            before = json.loads(note.read_text(encoding="utf-8"))
+            changed = [
+                f"{name} was {before.get(name)!r}, now {value!r}"
+                for name, value in origin.items()
+                if before.get(name) != value
+            ]
+            if changed:
+                raise ValueError(
+                    f"'{self.path}' holds rows made with other settings ({'; '.join(changed)}). "
+                    "Go on with the same settings, or write to another file."
+                )
+            return
+        note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
 
     def recover(self) -> list[dict[str, Any]]:
         self.file.seek(0)
         rows, good_bytes, torn = [], 0, None
         for number, line in enumerate(self.file, start=1):
             if torn is not None:
-                raise ValueError(f"Line {torn} of '{self.path}' is not JSON, so nothing can be appended safely. Mend or move the file.")
+                raise ValueError(
+                    f"Line {torn} of '{self.path}' is not JSON, so nothing can be appended safely. Mend or move the file."
+                )
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError("no line end")
@@ -194,7 +240,7 @@ class ResumableLines:
     def __enter__(self) -> ResumableLines:
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -212,12 +258,15 @@ class Progress:
     def tokens_per_second(self) -> float:
         return self.num_tokens / max(time.perf_counter() - self.start_s, 1e-9)
 
-    def count(self, tokens: int, prompts: int) -> None:
-        self.num_tokens += tokens
+    def count(self, num_tokens: int, prompts: int) -> None:
+        self.num_tokens += num_tokens
         self.bar.set_postfix_str(f"{self.tokens_per_second:.0f} tokens/s", refresh=False)
         self.bar.update(prompts)
 
-    def close(self) -> None:
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self.bar.close()
 
 
@@ -257,15 +306,14 @@ class PlainDecoder:
         input_ids = torch.tensor([[pad_id] * pad + request.input_ids for pad, request in zip(padding, batch)])  # [B, T]
         mask = (torch.arange(length)[None] >= torch.tensor(padding)[:, None]).long()  # [B, T]
         torch.manual_seed(batch[0].seed)
-        sampled = dict(temperature=self.sampling.temperature, top_k=self.sampling.top_k, top_p=self.sampling.top_p)
+        law = asdict(self.sampling) if self.sampling.do_sample else {"do_sample": False}
         output = self.target.generate(
             input_ids=input_ids.to(self.target.device),
             attention_mask=mask.to(self.target.device),
             max_new_tokens=max(request.max_new_tokens for request in batch),
-            do_sample=self.sampling.do_sample,
             eos_token_id=self.eos_token_ids or None,
             pad_token_id=pad_id,
-            **(sampled if self.sampling.do_sample else {}),
+            **law,
         )
         for request, tokens in zip(batch, output[:, length:].tolist()):
             tokens = tokens[: request.max_new_tokens]
@@ -273,21 +321,22 @@ class PlainDecoder:
             yield Completion(request.key, tokens[:end], end is not None)
 
 
+def first_set(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
 def resolve_sampling(settings: RegenerationSettings, generation_config: Any) -> Sampling:
     """The settings' own values, then the generation config's, then `generate`'s defaults."""
-
-    def value(name: str, default: Any) -> Any:
-        for holder in (settings, generation_config):
-            found = getattr(holder, name, None)
-            if found is not None:
-                return found
-        return default
-
-    if settings.temperature == 0 or value("do_sample", settings.temperature is not None) is False and not settings.temperature:
+    implied = None if settings.temperature is None else settings.temperature > 0
+    if not first_set(settings.do_sample, implied, generation_config.do_sample, False):
         return Sampling(do_sample=False)
-    if settings.do_sample is False:
-        return Sampling(do_sample=False)
-    return Sampling(True, value("temperature", 1.0), value("top_k", 50), value("top_p", 1.0))
+    return Sampling(
+        do_sample=True,
+        temperature=first_set(settings.temperature, generation_config.temperature, 1.0),
+        top_k=first_set(settings.top_k, generation_config.top_k, 50),
+        top_p=first_set(settings.top_p, generation_config.top_p, 1.0),
+    )
 
 
 def other_processors(generation_config: Any) -> list[str]:
@@ -297,13 +346,17 @@ def other_processors(generation_config: Any) -> list[str]:
 
 
 def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    for found in (target.generation_config.eos_token_id, target.config.get_text_config().eos_token_id, tokenizer.eos_token_id):
+    for found in (
+        target.generation_config.eos_token_id,
+        target.config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
         if found is not None:
             return list(found) if isinstance(found, (list, tuple)) else [found]
     return []
 
 
-# --------------------------------------------------------------------------------------------------------- the verbs
+# ---------------------------------------------------------------------------------------------------------- the verbs
 
 
 class Regenerator:
@@ -313,6 +366,11 @@ class Regenerator:
         target: the model, in the dtype and on the device it is to run in.
         tokenizer: its tokenizer. Without a chat template, prompts are continued as plain text.
         settings: how responses are made.
+
+    Example:
+        >>> target, tokenizer = load_target("path/to/target", dtype="bfloat16")
+        >>> regenerator = Regenerator(target, tokenizer, RegenerationSettings(temperature=0.6, max_new_tokens=256))
+        >>> regenerator.run(read_prompts("prompts.jsonl"), "responses.jsonl")
     """
 
     def __init__(
@@ -324,9 +382,10 @@ class Regenerator:
         self.target = target.eval()
         self.tokenizer = tokenizer
         self.settings = settings or RegenerationSettings()
-        self.sampling = resolve_sampling(self.settings, target.generation_config)
-        self.max_new_tokens = (
-            self.settings.max_new_tokens or target.generation_config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+        generation_config = target.generation_config
+        self.sampling = resolve_sampling(self.settings, generation_config)
+        self.max_new_tokens = first_set(
+            self.settings.max_new_tokens, generation_config.max_new_tokens, DEFAULT_MAX_NEW_TOKENS
         )
         self.max_length = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         self.eos_token_ids = end_token_ids(target, tokenizer)
@@ -351,99 +410,229 @@ class Regenerator:
 
         Returns:
             `int`: how many rows were added.
+
+        Raises:
+            ValueError: a prompt has none of the known fields, or `output` holds rows of other prompts or settings.
         """
         stop = None if limit is None else start + limit
-        chosen = list(islice(enumerate(prompts), start, stop))
-        with ResumableLines(output) as lines:
+        chosen = dict(islice(enumerate(prompts), start, stop))
+        added = 0
+        with ResumableLines(output, self.origin()) as lines:
+            check_same_prompts(lines.written, chosen, output)
             done = {row["id"] for row in lines.written}
-            todo = [as_conversation(index, row) for index, row in chosen if index not in done]
-            bar = Progress(len(chosen), len(chosen) - len(todo), progress)
-            added = 0
-            for row, num_tokens in self.answer(todo):
-                if row is not None:
-                    lines.append(row)
-                    added += 1
-                bar.count(num_tokens, row is not None)
-            bar.close()
+            todo = [as_conversation(index, row) for index, row in chosen.items() if index not in done]
+            with Progress(len(chosen), len(chosen) - len(todo), progress) as bar:
+                for row, num_tokens in self.answer(todo):
+                    if row is not None:
+                        lines.append(row)
+                        added += 1
+                    bar.count(num_tokens, prompts=int(row is not None))
         return added
+
+    def origin(self) -> dict[str, Any]:
+        """What the rows depend on, for the note beside the output."""
+        return {
+            "target": self.target.config._name_or_path,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "max_new_tokens": self.max_new_tokens,
+            "enable_thinking": self.settings.enable_thinking,
+            "seed": self.settings.seed,
+            **asdict(self.sampling),
+        }
 
     def answer(self, conversations: list[Conversation]) -> Iterator[tuple[dict[str, Any] | None, int]]:
         """Run conversations to their end, in the order they finish.
 
         Yields:
-            for every response the finished output row (None while turns are left) and its number of tokens.
+            for every response the conversation's output row (None while turns are left) and the response's tokens.
         """
         open_conversations = {conversation.id: conversation for conversation in conversations}
+        decoder = self.decoder(self.longest_row(conversations))
         requests = (request for request in map(self.request, conversations) if request is not None)
-        decoder = self.decoder()
         for completion in decoder.run(by_length(requests, WINDOW_SLOTS * self.settings.slots)):
             conversation = open_conversations[completion.key]
-            response = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            conversation.add(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.finished)
             num_tokens = len(completion.token_ids) + completion.finished
-            conversation.finished.append(completion.finished)
-            if conversation.turns:
-                conversation.messages.append({"role": "assistant", "content": response})
-                conversation.messages.append({"role": "user", "content": conversation.turns.pop(0)})
-                request = self.request(conversation)
-                if request is not None:
-                    decoder.submit(request)
+            request = self.next_turn(conversation)
+            if request is not None:
+                decoder.submit(request)
                 yield None, num_tokens
             else:
-                del open_conversations[completion.key]
-                yield self.output_row(conversation, response, completion), num_tokens
+                del open_conversations[conversation.id]
+                row = conversation.output_row()
+                if self.settings.save_token_ids:
+                    row["response_ids"] = completion.token_ids + self.eos_token_ids[:1] * completion.finished
+                yield row, num_tokens
 
-    def output_row(self, conversation: Conversation, response: str, completion: Completion) -> dict[str, Any]:
-        row: dict[str, Any] = {"id": conversation.id}
-        if "source" in conversation.row:
-            row["source"] = conversation.row["source"]
-        if len(conversation.messages) == 1 and "prompt" in conversation.row:
-            row["prompt"] = conversation.row["prompt"]
-        else:
-            row["messages"] = conversation.messages
-        row["response"] = response
-        row["finished"] = all(conversation.finished)
-        if self.settings.save_token_ids:
-            row["response_ids"] = completion.token_ids + self.eos_token_ids[:1] * completion.finished
-        return row
+    def next_turn(self, conversation: Conversation) -> Request | None:
+        """Open the next of the user's turns; None where there is none, or the context has no room for it."""
+        if not conversation.turns:
+            return None
+        conversation.messages.append({"role": "user", "content": conversation.turns.pop(0)})
+        request = self.request(conversation)
+        if request is None:
+            conversation.messages.pop()
+        return request
 
     def request(self, conversation: Conversation) -> Request | None:
         """The next response's request; None, with a warning, where the context has no room for it."""
         input_ids = self.encode(conversation.messages)
-        room = self.max_new_tokens if self.max_length is None else min(self.max_new_tokens, self.max_length - len(input_ids))
+        room = self.max_new_tokens
+        if self.max_length is not None:
+            room = min(room, self.max_length - len(input_ids))
         if room < 1:
             logger.warning(
-                "Prompt %d has %d tokens and the target's context only %s: left out.", conversation.id, len(input_ids), self.max_length
+                "Prompt %d is left out: with %d tokens it fills the target's context of %d.",
+                conversation.id,
+                len(input_ids),
+                self.max_length,
             )
             return None
-        seed = derived_seed(self.settings.seed, conversation.id, len(conversation.finished))
+        seed = request_seed(self.settings.seed, conversation.id, len(conversation.finished))
         return Request(conversation.id, input_ids, room, seed)
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the target's next response begins."""
         if self.tokenizer.chat_template is None:
             if len(messages) > 1:
-                raise ValueError("The tokenizer has no chat template, so only rows with a single 'prompt' can be continued.")
+                raise ValueError(
+                    f"The tokenizer of '{self.tokenizer.name_or_path}' has no chat template, so it cannot write a conversation "
+                    f"of {len(messages)} messages. Give rows with a single 'prompt', or set tokenizer.chat_template."
+                )
             return self.tokenizer(messages[0]["content"])["input_ids"]
-        thinking = self.settings.enable_thinking
-        text = self.tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=True,
-            **({} if thinking is None else {"enable_thinking": thinking}),
-        )
+        thinking = {} if self.settings.enable_thinking is None else {"enable_thinking": self.settings.enable_thinking}
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **thinking)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def decoder(self) -> SlotDecoder | PlainDecoder:
-        """The fast decoder, or the plain one where it cannot serve (which is said once)."""
-        reason = unsupported_reason(self.target, self.max_length or 0)
+    def decoder(self, max_length: int) -> SlotDecoder | PlainDecoder:
+        """A decoder for rows of up to `max_length` tokens: the fast one or, where it cannot serve, the plain one."""
+        reason = unsupported_reason(self.target, max_length)
         others = other_processors(self.target.generation_config)
         if reason is None and others:
             reason = f"its generation config sets {', '.join(others)}"
         if reason is None:
             return SlotDecoder(self.target, self.sampling, self.eos_token_ids, self.settings.slots)
         if not self.told_fallback:
-            logger.warning("%s runs with plain batched generate, which is slower: %s.", type(self.target).__name__, reason)
+            logger.warning(
+                "%s runs with plain batched generate, which is slower, because %s.", type(self.target).__name__, reason
+            )
             self.told_fallback = True
         return PlainDecoder(self.target, self.sampling, self.eos_token_ids, self.settings.slots)
+
+    def longest_row(self, conversations: list[Conversation]) -> int:
+        """Most tokens a row can come to. Only a sliding window makes it matter, so only then is it worked out."""
+        if attention_window(self.target) is None:
+            return 0
+        return max(map(self.longest, conversations), default=0)
+
+    def longest(self, conversation: Conversation) -> int:
+        """Tokens of a whole conversation if every response runs to its limit."""
+        messages = list(conversation.messages)
+        for turn in conversation.turns:
+            messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
+        return len(self.encode(messages)) + (1 + len(conversation.turns)) * self.max_new_tokens
+
+
+def check_same_prompts(written: list[dict[str, Any]], prompts: dict[int, dict[str, Any]], output: str | Path) -> None:
+    """Refuse to resume an output whose rows answer other prompts."""
+    for row in written:
+        if "id" not in row:
+            raise ValueError(f"'{output}' has rows without 'id', so it was not written here. Give another output file.")
+        prompt = prompts.get(row["id"])
+        if prompt is not None and "prompt" in row and row["prompt"] != prompt.get("prompt"):
+            raise ValueError(
+                f"'{output}' answers another prompt under id {row['id']} than the one given now. "
+                "Go on with the same prompts, or write to another file."
+            )
+
+
+def self_prompt(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    output: str | Path,
+    settings: RegenerationSettings | None = None,
+    system_prompt: str | None = None,
+    min_chars: int = 12,
+    progress: bool = True,
+) -> int:
+    """Let an instruct target write prompts: it is given the template up to where the user speaks, and goes on.
+
+    From "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing" (arXiv 2406.08464).
+    Kept are texts that end by themselves, have `min_chars` characters and were not written before (case and spaces
+    apart). Candidates are drawn in rounds of as many as are lacking and each round is run to its end, since stopping
+    at the first ones to finish would favour short prompts.
+
+    Args:
+        num_prompts: rows that `output` shall have in the end; a stopped run goes on.
+        output: JSON lines with `id` (the candidate's number, which also seeds it), `source` ("self") and `prompt`.
+        settings: sampling; by default temperature 1.0, all tokens, at most 256 of them.
+        system_prompt: steers what the user asks about; None leaves it to the template.
+
+    Returns:
+        `int`: how many rows were added, fewer than lacking only where candidates stop being of use (with a warning).
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or it does not show where the user's turn stands.
+    """
+    settings = settings or RegenerationSettings(max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0)
+    writer = Regenerator(target, tokenizer, settings)
+    prefix_ids, end_id = user_turn(tokenizer, system_prompt)
+    writer.eos_token_ids = sorted({*writer.eos_token_ids, end_id})
+    decoder = writer.decoder(len(prefix_ids) + writer.max_new_tokens)
+    origin = {**writer.origin(), "system_prompt": system_prompt}
+    with ResumableLines(output, origin) as lines:
+        seen = {normalised(row["prompt"]) for row in lines.written}
+        next_id = max((row["id"] for row in lines.written), default=-1) + 1
+        before = len(seen)
+        useless_rounds = 0
+        with Progress(num_prompts, before, progress) as bar:
+            while len(seen) < num_prompts and useless_rounds < 5:
+                ids = range(next_id, next_id := next_id + num_prompts - len(seen))
+                requests = [
+                    Request(id, prefix_ids, writer.max_new_tokens, request_seed(settings.seed, id, 0)) for id in ids
+                ]
+                size_before = len(seen)
+                for completion in decoder.run(requests):
+                    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
+                    kept = completion.finished and len(text) >= min_chars and normalised(text) not in seen
+                    if kept:
+                        seen.add(normalised(text))
+                        lines.append({"id": completion.key, "source": "self", "prompt": text})
+                    bar.count(len(completion.token_ids) + completion.finished, prompts=int(kept))
+                useless_rounds = 0 if len(seen) > size_before else useless_rounds + 1
+    if len(seen) < num_prompts:
+        logger.warning(
+            "Only %d of %d prompts: the last candidates were all cut, too short or known. "
+            "Raise the temperature or max_new_tokens, or vary the system prompt.",
+            len(seen),
+            num_prompts,
+        )
+    return len(seen) - before
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[list[int], int]:
+    """Token ids of the template up to the user's first word, and the token that ends the user's turn."""
+    mark = "@@user@@"
+    messages = [{"role": "user", "content": mark}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"The tokenizer of '{tokenizer.name_or_path}' has no chat template; only an instruct target writes prompts."
+        )
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    prefix, found, rest = text.partition(mark)
+    end_ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    if not found or not prefix or not end_ids:
+        raise ValueError(
+            "The chat template does not put text before and after the user's turn, so it shows no place to write."
+        )
+    return tokenizer(prefix, add_special_tokens=False)["input_ids"], end_ids[0]
+
+
+def normalised(text: str) -> str:
+    return " ".join(text.casefold().split())
 
 
 def load_target(path: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -453,7 +642,9 @@ def load_target(path: str, dtype: str = "auto", device: str = "cpu") -> tuple[Pr
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dspark_hf.training.regeneration", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m dspark_hf.training.regeneration", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("prompts", help="JSON-lines file or name of a data set")
     parser.add_argument("output", help="JSON-lines file to append to")
     parser.add_argument("--target", required=True, help="model folder or name")
@@ -477,8 +668,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     target, tokenizer = load_target(options.target, options.dtype, options.device)
-    names = RegenerationSettings.__dataclass_fields__
-    settings = RegenerationSettings(**{name: getattr(options, name) for name in names})
+    settings = RegenerationSettings(
+        **{field.name: getattr(options, field.name) for field in fields(RegenerationSettings)}
+    )
     rows = read_prompts(options.prompts, options.split)
     Regenerator(target, tokenizer, settings).run(rows, options.output, options.start, options.limit)
 

@@ -1,0 +1,481 @@
+"""Regeneration: the fast decoder against plain `generate`, its sampling law, resuming, conversations, self-prompting."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import tiny
+from dspark_hf.training import regeneration
+from dspark_hf.training.fast_decoding import (
+    Completion,
+    Request,
+    Sampling,
+    SlotDecoder,
+    draw_uniforms,
+    invert_cumulative,
+    sample_tokens,
+    unsupported_reason,
+)
+from dspark_hf.training.regeneration import (
+    PlainDecoder,
+    RegenerationSettings,
+    Regenerator,
+    ResumableLines,
+    read_prompts,
+    resolve_sampling,
+    self_prompt,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking %} <think>{% endif %}{% endif %}"
+)
+SPECIAL = ["<end>", "<system>", "<user>", "<assistant>", "<think>"]
+END_ID = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word: `<end>` is 0, roles follow, then `w5`, `w6`, ... for every other id."""
+    words = SPECIAL + [f"w{i}" for i in range(len(SPECIAL), tiny.VOCAB_SIZE)]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w5"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="<end>",
+        additional_special_tokens=SPECIAL[1:],
+        chat_template=TEMPLATE,
+    )
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny.llama(eos_token_id=END_ID)
+
+
+def ragged_prompts(count: int = 11) -> list[list[int]]:
+    """Prompts of 1 to 40 tokens, out of order."""
+    lengths = [1 + (7 * i * i + 3 * i) % 40 for i in range(count)]
+    return [tiny.prompt(length, seed=i)["input_ids"][0].tolist() for i, length in enumerate(lengths)]
+
+
+def greedy_by_generate(target: PreTrainedModel, prompt: list[int], limit: int, end_ids: list[int]) -> list[int]:
+    """The new tokens of plain `generate` for one row, the end token included."""
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": limit, "pad_token_id": tiny.PAD_ID}
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=end_ids or None, **settings)
+    return output[0, len(prompt) :].tolist()
+
+
+def completed(decoder: Any, requests: list[Request]) -> dict[int, Completion]:
+    completions = list(decoder.run(requests))
+    assert len({c.key for c in completions}) == len(completions) == len(requests)
+    return {c.key: c for c in completions}
+
+
+def word_rows(count: int) -> list[dict[str, Any]]:
+    """Prompts `{"prompt": "w7 w9 ..."}` of different lengths."""
+    return [{"source": "made", "prompt": " ".join(f"w{5 + t % 100}" for t in p)} for p in ragged_prompts(count)]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------- fast decoding
+
+
+@pytest.mark.parametrize("family", tiny.TARGETS)
+@pytest.mark.parametrize("slots", [1, 4, 16])
+def test_greedy_rows_equal_plain_generate(family: str, slots: int) -> None:
+    target, limit, end_ids = tiny.TARGETS[family](), 12, [3, 9, 17, 25, 40, 77]
+    prompts = ragged_prompts()
+    kind = SlotDecoder if unsupported_reason(target, max_length=60) is None else PlainDecoder
+    requests = [Request(i, prompt, limit) for i, prompt in enumerate(prompts)]
+    completions = completed(kind(target, Sampling(do_sample=False), end_ids, slots), requests)
+    for i, prompt in enumerate(prompts):
+        expected = greedy_by_generate(target, prompt, limit, end_ids)
+        finished = expected[-1] in end_ids
+        assert completions[i] == Completion(i, expected[:-1] if finished else expected, finished)
+
+
+def test_which_targets_are_served_fast() -> None:
+    served = {family for family, build in tiny.TARGETS.items() if unsupported_reason(build(), max_length=200) is None}
+    assert served == {"qwen3", "llama", "qwen3_moe"}
+
+
+def test_a_sliding_window_is_served_as_long_as_rows_fit_into_it() -> None:
+    target, prompts = tiny.mistral(sliding_window=64), ragged_prompts()
+    assert unsupported_reason(target, max_length=64) is None
+    assert "window" in unsupported_reason(target, max_length=65)
+    completions = completed(
+        SlotDecoder(target, Sampling(do_sample=False), [], 4), [Request(i, p, 12) for i, p in enumerate(prompts)]
+    )
+    for i, prompt in enumerate(prompts):
+        assert completions[i].token_ids == greedy_by_generate(target, prompt, 12, [])
+
+
+def test_the_attention_implementation_comes_back(target: PreTrainedModel) -> None:
+    before = target.config._attn_implementation
+    run = SlotDecoder(target, Sampling(do_sample=False), [], 2).run([Request(0, [5, 6], 4), Request(1, [7], 9)])
+    next(run)
+    run.close()
+    assert target.config._attn_implementation == before
+
+
+def test_submitted_requests_are_served_before_the_rest(target: PreTrainedModel) -> None:
+    decoder = SlotDecoder(target, Sampling(do_sample=False), [], slots=1)
+    order = []
+    for completion in decoder.run([Request(0, [5, 6], 3), Request(1, [7], 3)]):
+        order.append(completion.key)
+        if completion.key == 0:
+            decoder.submit(Request(2, [9, 9], 3))
+    assert order == [0, 2, 1]
+
+
+def test_sampled_responses_do_not_depend_on_their_neighbours(target: PreTrainedModel) -> None:
+    requests = [Request(i, prompt, 10, seed=100 + i) for i, prompt in enumerate(ragged_prompts())]
+    sampling = Sampling(temperature=0.8)
+    few = completed(SlotDecoder(target, sampling, [END_ID], slots=2), requests)
+    many = completed(SlotDecoder(target, sampling, [END_ID], slots=16), requests[::-1])
+    assert few == many
+    other_seeds = [Request(r.key, r.input_ids, 10, seed=r.seed + 50) for r in requests]
+    assert completed(SlotDecoder(target, sampling, [END_ID], slots=16), other_seeds) != many
+
+
+def test_an_empty_prompt_is_refused(target: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        list(SlotDecoder(target, Sampling(), [], 2).run([Request(0, [], 4)]))
+
+
+# -------------------------------------------------------------------------------------------------------- sampling law
+
+
+def law_pvalue(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """p-value of a chi-squared test; tokens expected fewer than five times are merged. An impossible token gives 0."""
+    if counts[probs == 0].any():
+        return 0.0
+    expected = probs.double() / probs.double().sum() * counts.sum()
+    common = expected >= 5
+    pairs = [(counts[common], expected[common]), (counts[~common].sum()[None], expected[~common].sum()[None])]
+    observed, hoped = (torch.cat(part).double() for part in zip(*pairs, strict=True))
+    kept = hoped > 1e-9
+    return float(chisquare(observed[kept], hoped[kept] * (observed[kept].sum() / hoped[kept].sum())).pvalue)
+
+
+def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The law by transformers' own warpers."""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None].float())
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+LAWS = {
+    "temperature": Sampling(temperature=0.7),
+    "top-k": Sampling(temperature=1.3, top_k=7),
+    "top-p": Sampling(temperature=1.0, top_p=0.8),
+    "top-k and top-p": Sampling(temperature=0.9, top_k=20, top_p=0.9),
+}
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("sampling", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("vocab_size", [40, 1000])
+def test_drawn_tokens_follow_the_law_of_generate(sampling: Sampling, vocab_size: int) -> None:
+    logits, draws = 2 * torch.randn(vocab_size), 40_000
+    rows = logits.expand(2000, -1)
+    tokens = torch.cat([sample_tokens(rows, torch.rand(2000), sampling) for _ in range(draws // 2000)])
+    counts = torch.bincount(tokens, minlength=vocab_size)
+    assert law_pvalue(counts, warped(logits, sampling)) > 1e-4
+    wrong = Sampling(temperature=1.15 * sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    assert law_pvalue(counts, warped(logits, wrong)) < 1e-6
+
+
+@pytest.mark.statistical
+def test_first_two_tokens_of_responses_follow_the_target() -> None:
+    target = tiny.bigram()
+    draws, first = 6000, 5
+    law = (tiny.transition_logits(target) / 1.5).softmax(-1)  # [V, V]
+    requests = [Request(i, [8, first], 2, seed=i) for i in range(draws)]
+    completions = completed(SlotDecoder(target, Sampling(temperature=1.5), [], slots=500), requests).values()
+    counts = torch.zeros(2, tiny.VOCAB_SIZE)
+    for completion in completions:
+        counts[0, completion.token_ids[0]] += 1
+        counts[1, completion.token_ids[1]] += 1
+    assert law_pvalue(counts[0], law[first]) > 1e-4
+    assert law_pvalue(counts[1], law[first] @ law) > 1e-4
+    assert law_pvalue(counts[0], law[8]) < 1e-6
+
+
+def test_top_p_beyond_the_first_sorted_tokens() -> None:
+    logits = torch.zeros(2, 2000)  # uniform: 90 % of the mass needs 1800 tokens
+    tokens = sample_tokens(logits, torch.tensor([0.0, 0.999999]), Sampling(top_p=0.9))
+    assert tokens.shape == (2,)
+    kept = {int(sample_tokens(logits[:1], u[None], Sampling(top_p=0.9))) for u in torch.linspace(0, 0.9999, 5000)}
+    assert 1795 <= len(kept) <= 1805
+
+
+def test_inverting_never_takes_a_token_of_weight_zero() -> None:
+    weights = torch.zeros(3, 700)
+    weights[:, 300] = 1e-30
+    weights[1, 600] = 1.0
+    uniforms = torch.tensor([0.0, 1 - 2**-24, 1 - 2**-24])
+    assert invert_cumulative(weights, uniforms).tolist() == [300, 600, 300]
+
+
+def test_sampling_leaves_the_logits_alone() -> None:
+    logits = torch.randn(2, 50)
+    before = logits.clone()
+    sample_tokens(logits, torch.rand(2), Sampling(temperature=0.5, top_p=0.9))
+    assert torch.equal(logits, before)
+
+
+def test_uniform_numbers_come_from_the_seed() -> None:
+    assert torch.equal(draw_uniforms(3, 8), draw_uniforms(3, 8))
+    assert not torch.equal(draw_uniforms(3, 8), draw_uniforms(4, 8))
+
+
+def test_settings_go_before_the_generation_config(target: PreTrainedModel) -> None:
+    config = type(target.generation_config)(do_sample=True, temperature=0.6, top_p=0.95)
+    assert resolve_sampling(RegenerationSettings(), config) == Sampling(True, 0.6, 50, 0.95)
+    assert resolve_sampling(RegenerationSettings(top_k=0, temperature=1.0), config) == Sampling(True, 1.0, 0, 0.95)
+    assert not resolve_sampling(RegenerationSettings(do_sample=False), config).do_sample
+    assert not resolve_sampling(RegenerationSettings(temperature=0), config).do_sample
+    plain = type(target.generation_config)()
+    assert not resolve_sampling(RegenerationSettings(), plain).do_sample
+    assert resolve_sampling(RegenerationSettings(temperature=0.6), plain).do_sample
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_sampling_refuses_what_it_cannot_mean(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+# ----------------------------------------------------------------------------------------------------------- the file
+
+
+def test_rows_hold_the_targets_own_response(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    rows, output = word_rows(9), tmp_path / "out.jsonl"
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=8, slots=4, save_token_ids=True)
+    assert Regenerator(target, tokenizer, settings).run(rows, output, progress=False) == 9
+    written = read_rows(output)
+    assert sorted(row["id"] for row in written) == list(range(9))
+    for row in written:
+        assert row["prompt"] == rows[row["id"]]["prompt"]
+        assert row["source"] == "made"
+        ids = tokenizer(f"<user> {row['prompt']} <end> <assistant>")["input_ids"]
+        expected = greedy_by_generate(target, ids, 8, [END_ID])
+        assert row["response_ids"] == expected
+        assert row["finished"] == (expected[-1] == END_ID)
+        assert row["response"] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def killing_append(after: int) -> Callable[[ResumableLines, dict[str, Any]], None]:
+    """`ResumableLines.append` that stops the run once `after` rows are written."""
+    append, count = ResumableLines.append, iter(range(after))
+
+    def append_or_stop(self: ResumableLines, row: dict[str, Any]) -> None:
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+        append(self, row)
+
+    return append_or_stop
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": False}, {"temperature": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("torn", [b"", b'{"id": 3, "resp', b"\x00\x00\x00\n"], ids=["at a line", "within one", "zeros"])
+def test_a_killed_run_loses_and_doubles_nothing(
+    target: PreTrainedModel,
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    torn: bytes,
+) -> None:
+    rows = word_rows(14)
+    regenerator = Regenerator(target, tokenizer, RegenerationSettings(max_new_tokens=8, slots=3, **settings))
+    regenerator.run(rows, tmp_path / "whole.jsonl", progress=False)
+
+    output = tmp_path / "killed.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableLines, "append", killing_append(after=5))
+        with pytest.raises(KeyboardInterrupt):
+            regenerator.run(rows, output, progress=False)
+    assert len(read_rows(output)) == 5
+    with output.open("ab") as file:
+        file.write(torn)
+    assert regenerator.run(rows, output, progress=False) == 9
+    assert regenerator.run(rows, output, progress=False) == 0
+    by_id = lambda path: sorted(read_rows(path), key=lambda row: row["id"])  # noqa: E731
+    assert by_id(output) == by_id(tmp_path / "whole.jsonl")
+
+
+def test_start_and_limit_choose_prompts_by_index(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    regenerator = Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=3))
+    output = tmp_path / "out.jsonl"
+    regenerator.run(word_rows(10), output, start=4, limit=3, progress=False)
+    assert sorted(row["id"] for row in read_rows(output)) == [4, 5, 6]
+    regenerator.run(word_rows(10), output, progress=False)
+    assert Counter(row["id"] for row in read_rows(output)) == Counter(range(10))
+
+
+def test_other_prompts_and_other_settings_are_refused(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    output, rows = tmp_path / "out.jsonl", word_rows(4)
+    Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=3)).run(
+        rows, output, progress=False
+    )
+    with pytest.raises(ValueError, match="another prompt"):
+        Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=3)).run(
+            rows[::-1], output, progress=False
+        )
+    with pytest.raises(ValueError, match="do_sample was False, now True"):
+        Regenerator(target, tokenizer, RegenerationSettings(temperature=0.5, max_new_tokens=3)).run(
+            rows, output, progress=False
+        )
+
+
+def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
+    output = tmp_path / "notes.txt"
+    output.write_text("not JSON\nmore of it\n")
+    with pytest.raises(ValueError, match="Line 1"):
+        ResumableLines(output, {})
+    assert output.read_text() == "not JSON\nmore of it\n"
+
+
+def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"turns": ["b", "c"]}\n')
+    assert list(read_prompts(path)) == [{"prompt": "a"}, {"turns": ["b", "c"]}]
+    with pytest.raises(ValueError, match="does not exist"):
+        list(read_prompts(tmp_path / "missing.jsonl"))
+
+
+def test_a_row_without_a_prompt_names_its_fields(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Prompt 1 has the fields \\['text'\\]"):
+        Regenerator(target, tokenizer).run([{"prompt": "w5"}, {"text": "w6"}], tmp_path / "out.jsonl", progress=False)
+
+
+# ------------------------------------------------------------------------------------------------------ conversations
+
+
+def test_turns_run_one_by_one_with_the_targets_own_responses(
+    target: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"turns": ["w7 w8", "w9", "w10 w11 w12"]}, {"prompt": "w20"}, {"turns": ["w30"]}]
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=5, slots=2)
+    Regenerator(target, tokenizer, settings).run(rows, tmp_path / "out.jsonl", progress=False)
+    written = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
+    text, said = "", []
+    for turn in rows[0]["turns"]:
+        text += f"<user> {turn} <end> <assistant> "
+        new = greedy_by_generate(target, tokenizer(text)["input_ids"], 5, [END_ID])
+        said.append(tokenizer.decode(new, skip_special_tokens=True))
+        text += f"{said[-1]} <end> "
+    assert [m["role"] for m in written[0]["messages"]] == ["user", "assistant"] * 2 + ["user"]
+    assert [m["content"] for m in written[0]["messages"]][1::2] == said[:-1]
+    assert written[0]["response"] == said[-1]
+    assert written[1]["prompt"] == "w20"
+    assert written[2]["messages"] == [{"role": "user", "content": "w30"}]
+
+
+def test_messages_are_the_context_and_their_last_response_is_replaced(
+    target: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    context = [{"role": "system", "content": "w6"}, {"role": "user", "content": "w7"}]
+    rows = [{"messages": [*context, {"role": "assistant", "content": "w99 w99"}]}]
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=5)
+    Regenerator(target, tokenizer, settings).run(rows, tmp_path / "out.jsonl", progress=False)
+    (row,) = read_rows(tmp_path / "out.jsonl")
+    assert row["messages"] == context
+    new = greedy_by_generate(
+        target, tokenizer("<system> w6 <end> <user> w7 <end> <assistant>")["input_ids"], 5, [END_ID]
+    )
+    assert row["response"] == tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_the_thinking_switch_reaches_the_template(target: PreTrainedModel, tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "w7"}]
+    ids = {
+        switch: Regenerator(target, tokenizer, RegenerationSettings(enable_thinking=switch)).encode(messages)
+        for switch in (None, False, True)
+    }
+    assert ids[None] == ids[False] == ids[True][:-1]
+    assert ids[True][-1] == SPECIAL.index("<think>")
+
+
+def test_a_prompt_that_fills_the_context_is_left_out_and_said(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny.llama(max_position_embeddings=16)
+    rows = [{"prompt": "w7 " * 30}, {"prompt": "w7 " * 9}]
+    with caplog.at_level(logging.WARNING, regeneration.__name__):
+        Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, save_token_ids=True)).run(
+            rows, tmp_path / "out.jsonl", progress=False
+        )
+    (row,) = read_rows(tmp_path / "out.jsonl")
+    assert "Prompt 0 is left out" in caplog.text
+    assert row["id"] == 1
+    assert len(row["response_ids"]) == 16 - 12
+
+
+@pytest.mark.parametrize("reason", ["a hybrid cache", "a repetition penalty"])
+def test_other_targets_run_with_plain_generate_and_say_so_once(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    target = tiny.qwen3_5() if reason == "a hybrid cache" else tiny.llama()
+    if reason == "a repetition penalty":
+        target.generation_config.repetition_penalty = 1.3
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=4, slots=2)
+    regenerator = Regenerator(target, tokenizer, settings)
+    with caplog.at_level(logging.WARNING, regeneration.__name__):
+        regenerator.run(word_rows(3), tmp_path / "a.jsonl", progress=False)
+        regenerator.run([{"turns": ["w7", "w8"]}], tmp_path / "b.jsonl", progress=False)
+    assert caplog.text.count("plain batched generate") == 1
+    assert len(read_rows(tmp_path / "a.jsonl")) == 3
+    assert len(read_rows(tmp_path / "b.jsonl")[0]["messages"]) == 3
+
+
+# ----------------------------------------------------------------------------------------------------- self-prompting
+
+
+def test_self_prompts_are_user_turns_written_once(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    output = tmp_path / "prompts.jsonl"
+    settings = RegenerationSettings(temperature=2.0, top_k=0, max_new_tokens=60, slots=8)
+    assert self_prompt(target, tokenizer, 6, output, settings, min_chars=4, progress=False) == 6
+    assert self_prompt(target, tokenizer, 6, output, settings, min_chars=4, progress=False) == 0
+    assert self_prompt(target, tokenizer, 10, output, settings, min_chars=4, progress=False) == 4
+    rows = read_rows(output)
+    assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 10
+    assert all(len(row["prompt"]) >= 4 and "<" not in row["prompt"] for row in rows)
+
+
+def test_self_prompting_stops_when_nothing_new_comes(
+    target: PreTrainedModel, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=4)
+    with caplog.at_level(logging.WARNING, regeneration.__name__):
+        assert self_prompt(target, tokenizer, 3, tmp_path / "p.jsonl", settings, progress=False) <= 1
+    assert "of 3 prompts" in caplog.text
+
+
+def test_self_prompting_needs_a_chat_template(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<end>")
+    with pytest.raises(ValueError, match="no chat template"):
+        self_prompt(target, plain, 3, tmp_path / "p.jsonl", progress=False)
