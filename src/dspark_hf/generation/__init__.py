@@ -2,6 +2,15 @@
 
 from .loop import dspark_generate
 from .registration import register, unregister
+from .streamer import DraftTintStreamer
 from .telemetry import Round, SpeculationStats, record_speculation
 
-__all__ = ["Round", "SpeculationStats", "dspark_generate", "record_speculation", "register", "unregister"]
+__all__ = [
+    "DraftTintStreamer",
+    "Round",
+    "SpeculationStats",
+    "dspark_generate",
+    "record_speculation",
+    "register",
+    "unregister",
+]

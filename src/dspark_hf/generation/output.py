@@ -116,6 +116,8 @@ class Output:
         if self._logits is not None:
             self._logits += tuple(choice.logits_at(slot) for slot in range(start, end))
         if self._streamer is not None:
+            if hasattr(self._streamer, "next_are_drafted"):
+                self._streamer.next_are_drafted(max(choice.num_accepted - start, 0))
             for column in tokens.cpu().unbind(1):
                 self._streamer.put(column)
 
