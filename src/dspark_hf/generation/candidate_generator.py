@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..draft_cache import DraftCache
 from ..modeling_dspark import DSparkDrafter
-from ..sampling import draw
+from ..sampling import drafting_law, draw
 from .logits_process import SequentialHeadLogitsProcessor, drafting_processors
 
 
@@ -41,7 +41,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     Args:
         drafter: The drafter.
         target: The target it drafts for; the drafter borrows its embeddings.
-        logits_processor: The processors of the call; drafts are warped with them too.
+        logits_processor: The processors of the call; drafts are warped with the stateless ones among them.
         do_sample: Whether drafts are drawn or the most likely ones.
         num_draft_tokens: Drafts a round, at most what a block gives.
         confidence_threshold: A row's drafts end before its first slot less confident than this; 0 keeps all.
@@ -65,7 +65,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.embeddings = drafter.bind(target)
-        self.logits_processor = logits_processor if logits_processor is not None else LogitsProcessorList()
+        self.logits_processor = drafting_processors(logits_processor or LogitsProcessorList())
         self.do_sample = do_sample
         self.num_draft_tokens = drafter.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self.confidence_threshold = confidence_threshold
@@ -142,7 +142,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """One backbone pass over `[anchor, MASK, ...]`; the slots that predict, as far as they are needed."""
         config = self.drafter.config
         # The whole block, even for fewer drafts: the slots attend to each other, and training always saw all of them.
-        block_ids = torch.full((len(anchor_ids), config.block_size), config.mask_token_id or 0, device=anchor_ids.device)
+        block_ids = torch.full(
+            (len(anchor_ids), config.block_size), config.mask_token_id or 0, device=anchor_ids.device
+        )
         block_ids[:, 0] = anchor_ids
         output = self.drafter(
             block_ids, self._next_positions(config.block_size), draft_cache=self.cache, embeddings=self.embeddings
@@ -152,9 +154,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _sequential_stage(self, input_ids: torch.Tensor, hidden_states: torch.Tensor, base_logits: torch.Tensor):
         """Draws the drafts left to right, each slot seeing the token before it."""
-        processors = drafting_processors(self.logits_processor)
         token_ids = self.drafter.draft_token_ids
-        full_vocabulary = bool(processors) or self.do_sample
+        full_vocabulary = bool(self.logits_processor) or self.do_sample
         sequence, ids, probs, confidence = input_ids, [], [], []
         for slot in range(base_logits.shape[1]):
             # Before x_k exists: the cut at slot k must not depend on the token drawn there.
@@ -166,9 +167,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if self._head is not None:
                 scores = self._head(sequence, scores)  # type: ignore[arg-type]
             if full_vocabulary:
-                scores = processors(sequence, self._over_full_vocabulary(scores))  # type: ignore[arg-type]
+                scores = self.logits_processor(sequence, self._over_full_vocabulary(scores))  # type: ignore[arg-type]
             if self.do_sample:
-                probs.append(scores.softmax(-1))
+                probs.append(drafting_law(scores))
                 next_ids = draw(probs[-1])
             else:
                 next_ids = scores.argmax(-1)  # type: ignore[assignment]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
@@ -15,6 +13,7 @@ _ROWWISE = (
     stock.TemperatureLogitsWarper,
     stock.TopKLogitsWarper,
     stock.TopPLogitsWarper,
+    stock.TopHLogitsWarper,
     stock.MinPLogitsWarper,
     stock.TypicalLogitsWarper,
     stock.EpsilonLogitsWarper,
@@ -23,7 +22,7 @@ _ROWWISE = (
     stock.InfNanRemoveLogitsProcessor,
     stock.LogitNormalization,
 )
-# Stock processors that remember earlier calls, so a call for a draft that is then rejected would corrupt them.
+# Stock processors that remember earlier calls.
 _STATEFUL = (
     stock.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     stock.SynthIDTextWatermarkLogitsProcessor,
@@ -70,20 +69,14 @@ def is_rowwise(processors: LogitsProcessorList) -> bool:
 
 def drafting_processors(processors: LogitsProcessorList) -> LogitsProcessorList:
     """
-    The processors to warp drafts with, such that the target's own see one call a committed token, as in plain `generate`.
+    The processors to warp drafts with: transformers' own, but for the few that remember their calls.
 
-    Stock processors are stateless and run as they are, but for the few that remember their calls. Those, and processors
-    defined elsewhere, run on a copy made for this round; one that cannot be copied is left out, which costs
-    acceptance and never exactness: the draft's law is whatever it was drawn from.
+    Any other may keep a state, and a call for a draft that is then rejected would corrupt it. Nor would a copy help: its
+    state may lie elsewhere, and it may hold a whole model. So it sees one call a committed token, as in plain
+    `generate`. That costs acceptance and never exactness: the draft's law is whatever it was drawn from.
     """
-    chosen = LogitsProcessorList()
-    for processor in processors:
-        is_stock = type(processor).__module__ == stock.__name__
-        if is_stock and not isinstance(processor, _STATEFUL):
-            chosen.append(processor)
-        elif not is_stock:
-            try:
-                chosen.append(copy.deepcopy(processor))
-            except Exception:  # Copying is the processor's own code: whatever it raises means "cannot be copied".
-                continue
-    return chosen
+    return LogitsProcessorList(
+        processor
+        for processor in processors
+        if type(processor).__module__ == stock.__name__ and not isinstance(processor, _STATEFUL)
+    )

@@ -45,8 +45,11 @@ def dspark_generate(
 
     ```python
     >>> target.generate(**inputs, assistant_model=drafter)  # doctest: +SKIP
-    >>> target.generate(**inputs, custom_generate=dspark_hf.dspark_generate, drafter=drafter)  # the same, patch-free  # doctest: +SKIP
+    >>> target.generate(**inputs, custom_generate=dspark_hf.dspark_generate, drafter=drafter)  # doctest: +SKIP
     ```
+
+    The second spelling needs no patch of `generate`. After `dspark_hf.unregister()` transformers passes neither `streamer=` nor
+    `tokenizer=` on to a loop that is given this way.
 
     Args:
         model: The target.
@@ -63,26 +66,27 @@ def dspark_generate(
     Raises:
         ValueError: for calls that have no exact answer here; each message says what to do instead.
     """
-    base = unwrap_drafter(drafter)
-    if base is None:
-        raise ValueError(f"drafter= must be a DSparkDrafter, got {type(drafter).__name__}.")
-    check_call(model, input_ids, generation_config)
-    num_drafts, threshold = draft_settings(base, num_assistant_tokens, assistant_confidence_threshold)
-    do_sample = bool(generation_config.do_sample)
-    recorder = current_recorder()
-    generator = DSparkCandidateGenerator(
-        base,
-        model,
-        logits_processor,
-        do_sample=do_sample,
-        num_draft_tokens=num_drafts,
-        confidence_threshold=threshold,
-        num_rows=len(input_ids),
-        want_confidence=recorder is not None,
-    )
-    target = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
-    output = Output(input_ids, stopping_criteria, generation_config, streamer)
     try:
+        base = unwrap_drafter(drafter)
+        if base is None:
+            raise ValueError(f"drafter= must be a DSparkDrafter, got {type(drafter).__name__}.")
+        check_call(model, input_ids, generation_config)
+        num_drafts, threshold = draft_settings(base, num_assistant_tokens, assistant_confidence_threshold)
+        do_sample = bool(generation_config.do_sample)
+        recorder = current_recorder()
+        generator = DSparkCandidateGenerator(
+            base,
+            model,
+            logits_processor,
+            do_sample=do_sample,
+            num_draft_tokens=num_drafts,
+            confidence_threshold=threshold,
+            num_rows=len(input_ids),
+            want_confidence=recorder is not None,
+        )
+        target = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
+        output = Output(input_ids, stopping_criteria, generation_config, streamer)
+
         # 1. The prompt: its features become the drafter's context, its last logits give the first anchor.
         started = time.perf_counter()
         prepare_context(target, generator, input_ids)
@@ -104,15 +108,21 @@ def dspark_generate(
             fed = target.verify(output.ids, draft.ids[:, :num_verified])  # type: ignore[arg-type]
             verified = time.perf_counter()
             choice = TokenChoice(logits_processor, do_sample, fed.logits, draft)
-            num_committed = output.commit(choice, fed.raw)
-            target.commit(num_fed=num_verified + 1, num_committed=num_committed)
+            length = output.ids.shape[1]
+            try:
+                output.commit(choice, fed.raw)
+            finally:  # Whatever a criterion or streamer raises, the cache keeps no rejected draft.
+                num_committed = output.ids.shape[1] - length
+                target.commit(num_fed=num_verified + 1, num_committed=num_committed)
             generator.observe(fed.context_features[:, :num_committed])
             if recorder is not None:
                 recorder.rounds.append(
                     Round.of(draft, choice, num_committed, started, drafted, verified, time.perf_counter())
                 )
-        remember(target.cache, base, output.ids[:, : target.past_length], generator.cache)  # type: ignore[arg-type]
+        target.end_recording()
+        if output.ids.shape[1] == target.past_length + 1:  # The ids are those of the whole cache.
+            remember(target.cache, base, output.ids[:, :-1], generator.cache)  # type: ignore[arg-type]
+        return output.result(target.cache)
     finally:
         if streamer is not None:
             streamer.end()
-    return output.result(target.cache)

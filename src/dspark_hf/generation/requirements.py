@@ -36,7 +36,9 @@ def check_call(model: PreTrainedModel, input_ids: torch.LongTensor, generation_c
         )
     for name, method in _OTHER_METHODS.items():
         if getattr(generation_config, name, None):
-            raise ValueError(f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out.")
+            raise ValueError(
+                f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out."
+            )
     if len(input_ids) > 1:
         raise ValueError(
             f"Several rows at once ({len(input_ids)} here, num_return_sequences counted) are not supported with a DSpark drafter "
@@ -54,7 +56,9 @@ def draft_settings(drafter: DSparkDrafter, num_drafts: int | None, threshold: fl
     """
     config, settings = drafter.config, drafter.generation_config
     if num_drafts is None:
-        num_drafts = settings.num_assistant_tokens if settings.num_assistant_tokens is not None else config.num_draft_tokens
+        num_drafts = (
+            settings.num_assistant_tokens if settings.num_assistant_tokens is not None else config.num_draft_tokens
+        )
     if threshold is None:
         threshold = settings.assistant_confidence_threshold or 0.0
     if not 0 <= num_drafts <= config.num_draft_tokens:

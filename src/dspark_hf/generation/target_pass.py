@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import QuantizedLayer
 
 from ..hidden_states import context_features, output_hidden_states
-from .registration import CACHE_KEY, extended_model_kwargs, is_stateful, prompt_mask_length
+from .registration import CACHE_KEY, TOKEN_TYPE_KEYS, extended_model_kwargs, is_stateful, prompt_mask_length
 
 
 class TargetOutput(NamedTuple):
@@ -56,9 +57,13 @@ class TargetPass:
         self.generation_config = generation_config
         self.hidden_state_indices = hidden_state_indices
         if is_stateful(model):
-            self._refuse(f"{type(model).__name__} keeps recurrent state, which cannot be rolled back after a rejected draft")
+            self._refuse(
+                f"{type(model).__name__} keeps recurrent state, which cannot be rolled back after a rejected draft"
+            )
         if self.cache is None or not model_kwargs.get("use_cache", True):
             self._refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
+        self._check_croppable()
+        self._recording: list[Any] = []
 
     @property
     def past_length(self) -> int:
@@ -79,7 +84,9 @@ class TargetPass:
         # Columns of masks and positions count from the start of the cache, those of new-only ids from its end.
         offset = 0 if self.holds_prefix_of(input_ids) else past_length
         if past_length >= offset + length:
-            self._refuse(f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from")
+            self._refuse(
+                f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from"
+            )
         chunk_size = self.generation_config.prefill_chunk_size or length
         if chunk_size < offset + length - past_length and embeds is not None:
             self._refuse("prefill_chunk_size does not work with inputs_embeds")
@@ -89,9 +96,12 @@ class TargetPass:
             ids = input_ids if embeds is not None else input_ids[:, : end - offset]
             fed = self._forward(ids, end - start, 1, kwargs, is_first_iteration=True)
             yield fed._replace(attended=self.attended_columns(start, end))
-        if not self.cache.is_croppable:
-            self._refuse("its cache has layers that cannot be rolled back (recurrent state, or a static sliding window)")
+        # Some targets make their cache in the first pass (prefix tuning).
+        if (made := fed.raw.get(CACHE_KEY)) is not None:
+            self.cache = self.model_kwargs[CACHE_KEY] = made
+        self._check_croppable()
         # Only now: recording every state of a long prompt would hold far more memory than the layers keep.
+        self._recording = [layer for layer in self.cache.layers if not getattr(layer, "record_past", True)]
         self.cache.activate_past_recording()
 
     def verify(self, input_ids: torch.LongTensor, draft_ids: torch.LongTensor) -> TargetOutput:
@@ -118,11 +128,16 @@ class TargetPass:
 
         Args:
             num_fed: Tokens the pass fed.
-            num_committed: Tokens the round added to the output, at least 1.
+            num_committed: Tokens the round added to the output.
         """
         # `crop(0)` is no no-op: it lets sliding-window layers drop what they recorded for this round.
         self.cache.crop(num_committed - num_fed)
         self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed)
+
+    def end_recording(self) -> None:
+        """Leaves the cache as plain `generate` does: a later prompt is not to be recorded state by state."""
+        for layer in self._recording:
+            layer.record_past = False
 
     def recompute_features(self, input_ids: torch.LongTensor) -> torch.Tensor:
         """
@@ -144,7 +159,9 @@ class TargetPass:
         """Whether `input_ids` starts with the tokens in the cache; otherwise it holds new tokens only."""
         if self.model_kwargs.get("inputs_embeds") is not None:
             return True
-        return self.past_length == 0 or prompt_mask_length(self.model_kwargs, self.generation_config) == input_ids.shape[1]
+        return (
+            self.past_length == 0 or prompt_mask_length(self.model_kwargs, self.generation_config) == input_ids.shape[1]
+        )
 
     # ------------------------------------------------------------------ helpers
 
@@ -166,11 +183,19 @@ class TargetPass:
     def _kwargs_of_first(self, length: int, total: int) -> dict[str, Any]:
         """`model_kwargs` as they would be for the first `length` of `total` prompt tokens."""
         kwargs = dict(self.model_kwargs)
-        for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        for name in ("attention_mask", "position_ids", *TOKEN_TYPE_KEYS):
             value = kwargs.get(name)
             if isinstance(value, torch.Tensor) and value.shape[-1] == total:
                 kwargs[name] = value[..., :length]
         return kwargs
+
+    def _check_croppable(self) -> None:
+        # Quantized layers inherit a claim to be croppable in older versions of transformers.
+        if not self.cache.is_croppable or any(isinstance(layer, QuantizedLayer) for layer in self.cache.layers):
+            self._refuse(
+                f"the layers of its {type(self.cache).__name__} cannot be rolled back (recurrent state, quantized keys and "
+                "values, or a static sliding window)"
+            )
 
     def _refuse(self, reason: str) -> None:
         raise ValueError(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")

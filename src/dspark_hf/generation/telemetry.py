@@ -41,7 +41,14 @@ class Round:
 
     @classmethod
     def of(
-        cls, draft: Draft, choice: TokenChoice, committed: int, started: float, drafted: float, verified: float, ended: float
+        cls,
+        draft: Draft,
+        choice: TokenChoice,
+        committed: int,
+        started: float,
+        drafted: float,
+        verified: float,
+        ended: float,
     ) -> Round:
         """The record of a round from its parts and the clock readings between them."""
         ended_in_drafts = committed <= choice.num_accepted
