@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..modeling_dspark import DSparkDrafter
 
 PLAIN = "plain"
+SLIDING = "sliding layers"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _beyond_dflash(drafter: DSparkDrafter) -> list[str]:
         "a sequential head": drafter.markov_head is not None,
         "a draft vocabulary": bool(config.draft_vocab_size),
         "an LM head of its own": config.has_lm_head,
-        "sliding layers": "sliding_attention" in config.layer_types,
+        SLIDING: "sliding_attention" in config.layer_types,
         "scaled or capped logits": bool(config.final_logit_softcapping) or getattr(config, "logit_scale", 1.0) != 1.0,
     }
     return [reason for reason, holds in reasons.items() if holds]
@@ -143,17 +144,17 @@ class DFlashView(nn.Module):
 
     Args:
         drafter: The drafter.
-        keep_sequential_head: Accept a drafter with a sequential head, which the caller then applies itself.
+        heads_elsewhere: Accept a drafter whose logits take more than the target's LM head: the caller sees to that.
 
     Raises:
         ValueError: when the drafter is not a plain DFlash drafter.
     """
 
-    def __init__(self, drafter: DSparkDrafter, keep_sequential_head: bool = False):
+    def __init__(self, drafter: DSparkDrafter, heads_elsewhere: bool = False):
         super().__init__()
         reasons = _beyond_dflash(drafter)
-        if keep_sequential_head:
-            reasons = [reason for reason in reasons if reason != "a sequential head"]
+        if heads_elsewhere:
+            reasons = [reason for reason in reasons if reason == SLIDING]
         if reasons:
             raise ValueError(f"transformers' DFlash generator cannot run this drafter: it has {', '.join(reasons)}.")
         self.drafter = drafter
