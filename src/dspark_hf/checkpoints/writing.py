@@ -240,7 +240,7 @@ def differences(ours: DSparkConfig, read: DSparkConfig) -> Iterator[str]:
     for name in sorted(first.keys() - DESCRIPTIVE):
         if first[name] != second.get(name) and not _both_unused(name, ours):
             yield f"{name}={first[name]!r} would be read as {second.get(name)!r}"
-    causal, again = ([config.layer_is_causal(i) for i in range(len(config.layer_types))] for config in (ours, read))
+    causal, again = ([config.layer_is_causal(i) for i in range(config.num_hidden_layers)] for config in (ours, read))
     if causal != again:
         yield f"causal layers {causal} would be read as {again}"
 
@@ -250,19 +250,19 @@ def _both_unused(name: str, config: DSparkConfig) -> bool:
     return {
         "markov_head_type": not config.markov_rank,
         "confidence_head_with_markov": not config.enable_confidence_head,
-        "sliding_window": "sliding_attention" not in config.layer_types,
+        "sliding_window": "sliding_attention" not in (config.layer_types or ()),
     }.get(name, False)
 
 
 def _parse_problems(folder: Path, config: DSparkConfig) -> Iterator[str]:
     """What transformers' own configuration classes, through which the engines read, would make of the file."""
     parsed = AutoConfig.from_pretrained(folder)
-    if "sliding_attention" in config.layer_types and parsed.sliding_window != config.sliding_window:
+    if "sliding_attention" in (config.layer_types or ()) and parsed.sliding_window != config.sliding_window:
         yield f"sliding_window={config.sliding_window} is read as {parsed.sliding_window}"
-    rope = parsed.rope_parameters
+    rope, ours = parsed.rope_parameters, config.rope_parameters or {}
     theta = rope.get("full_attention", rope).get("rope_theta")
-    if theta != config.rope_parameters["rope_theta"]:
-        yield f"rope_theta={config.rope_parameters['rope_theta']} is read as {theta}"
+    if theta != ours["rope_theta"]:
+        yield f"rope_theta={ours['rope_theta']} is read as {theta}"
 
 
 def report(drafter: DSparkDrafter, dst: Path, format: str) -> Export:
