@@ -219,13 +219,15 @@ def first_difference(target, tokenizer, prompt: Prompt, plain: Record, other: Re
             conversation.add_answer(torch.cat([prompt_ids, torch.tensor(expected.output_ids, dtype=torch.long)]))
             continue
         position = common_length(expected.output_ids, got.output_ids)
-        tokens = [ids[position] if position < len(ids) else None for ids in (expected.output_ids, got.output_ids)]
+        first, second = (
+            ids[position] if position < len(ids) else None for ids in (expected.output_ids, got.output_ids)
+        )
         gap = None
-        if tokens[0] is not None and tokens[1] is not None:
+        if first is not None and second is not None:
             prefix = torch.cat([prompt_ids, torch.tensor(expected.output_ids[:position], dtype=torch.long)])
             logits = target(input_ids=prefix[None].to(target.device)).logits[0, -1].float()
-            gap = float(logits[tokens[0]] - logits[tokens[1]])
-        return Difference(other.task, other.prompt, other.method, number, position, *tokens, gap)
+            gap = float(logits[first] - logits[second])
+        return Difference(other.task, other.prompt, other.method, number, position, first, second, gap)
     return None
 
 
