@@ -45,13 +45,6 @@ def test_a_target_with_prefix_tuning():
     base = tiny.qwen3(num_hidden_layers=2)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     wrapped = peft.get_peft_model(base, config).eval()
-    try:
-        plain = wrapped.generate(**tiny.prompt(), **GREEDY)
-        uncached = wrapped.generate(**tiny.prompt(), **GREEDY, use_cache=False)
-    except Exception as error:
-        pytest.skip(f"peft and transformers disagree about prefix tuning: {error}")
-    if not torch.equal(plain, uncached):
-        pytest.skip("plain generate itself depends on the cache here")
     assert_all_kinds_equal(wrapped, base)
 
 

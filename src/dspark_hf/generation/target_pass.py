@@ -171,6 +171,9 @@ class TargetPass:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = logits_to_keep
+        if (fed_ids := inputs.get("input_ids")) is not None and fed_ids.shape[1] < num_fed:
+            # PEFT's prefix tuning takes it that only one token is fed after the prompt.
+            inputs["input_ids"] = input_ids[:, -num_fed:].to(fed_ids.device)
         raw = self.model(**(inputs | self._outputs_wanted(inputs)), return_dict=True)
         logits = raw.logits[:, -logits_to_keep:].to(device=input_ids.device, dtype=torch.float32, copy=True)
         return TargetOutput(logits, context_features(raw, self.hidden_state_indices), raw)
