@@ -16,6 +16,18 @@ def draw(probs: torch.Tensor) -> torch.LongTensor:
     return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])  # type: ignore[return-value]
 
 
+def drafting_law(scores: torch.Tensor) -> torch.Tensor:
+    """
+    The probabilities to draft with, `[..., V]`, from processed scores `[..., V]`.
+
+    Any law serves, as long as the draft is drawn from it. So where processors leave a reduced vocabulary no token, or make
+    NaN of its missing ones, the draft is drawn from what is left, or from all tokens alike, and verification decides.
+    """
+    scores = scores.nan_to_num(nan=float("-inf"), posinf=torch.finfo(scores.dtype).max, neginf=float("-inf"))
+    is_possible = scores.amax(-1, keepdim=True) > float("-inf")
+    return scores.masked_fill(~is_possible, 0.0).softmax(-1)
+
+
 def passes(draft_ids: torch.LongTensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.BoolTensor:
     """
     The acceptance test of each draft, on its own.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import tiny
-from dspark_hf.training import regeneration
+from dspark_hf.training import regeneration, regeneration_server
 from dspark_hf.training.fast_decoding import (
     Completion,
     Request,
@@ -36,6 +38,7 @@ from dspark_hf.training.regeneration import (
     resolve_sampling,
     self_prompt,
 )
+from dspark_hf.training.regeneration_server import ServerRegenerator
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"
@@ -96,10 +99,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------- fast decoding
 
 
-@pytest.mark.parametrize("family", tiny.TARGETS)
-@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize(("family", "slots"), [*((family, 4) for family in tiny.TARGETS), ("llama", 1), ("qwen3", 16)])
 def test_greedy_rows_equal_plain_generate(family: str, slots: int) -> None:
-    target, limit, end_ids = tiny.TARGETS[family](), 12, [3, 9, 17, 25, 40, 77]
+    target, limit, end_ids = tiny.TARGETS[family](), 8, [3, 9, 17, 25, 40, 77]
     prompts = ragged_prompts()
     kind = SlotDecoder if unsupported_reason(target, max_length=60) is None else PlainDecoder
     requests = [Request(i, prompt, limit) for i, prompt in enumerate(prompts)]
@@ -107,7 +109,8 @@ def test_greedy_rows_equal_plain_generate(family: str, slots: int) -> None:
     for i, prompt in enumerate(prompts):
         expected = greedy_by_generate(target, prompt, limit, end_ids)
         finished = expected[-1] in end_ids
-        assert completions[i] == Completion(i, expected[:-1] if finished else expected, finished)
+        assert completions[i].token_ids == (expected[:-1] if finished else expected)
+        assert completions[i].end_id == (expected[-1] if finished else None)
 
 
 def test_which_targets_are_served_fast() -> None:
@@ -198,7 +201,7 @@ LAWS = {
 @pytest.mark.parametrize("sampling", LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize("vocab_size", [40, 1000])
 def test_drawn_tokens_follow_the_law_of_generate(sampling: Sampling, vocab_size: int) -> None:
-    logits, draws = 2 * torch.randn(vocab_size), 40_000
+    logits, draws = 2 * torch.randn(vocab_size), 20_000
     rows = logits.expand(2000, -1)
     tokens = torch.cat([sample_tokens(rows, torch.rand(2000), sampling) for _ in range(draws // 2000)])
     counts = torch.bincount(tokens, minlength=vocab_size)
@@ -210,7 +213,7 @@ def test_drawn_tokens_follow_the_law_of_generate(sampling: Sampling, vocab_size:
 @pytest.mark.statistical
 def test_first_two_tokens_of_responses_follow_the_target() -> None:
     target = tiny.bigram()
-    draws, first = 6000, 5
+    draws, first = 3000, 5
     law = (tiny.transition_logits(target) / 1.5).softmax(-1)  # [V, V]
     requests = [Request(i, [8, first], 2, seed=i) for i in range(draws)]
     completions = completed(SlotDecoder(target, Sampling(temperature=1.5), [], slots=500), requests).values()
@@ -224,10 +227,9 @@ def test_first_two_tokens_of_responses_follow_the_target() -> None:
 
 
 def test_top_p_beyond_the_first_sorted_tokens() -> None:
-    logits = torch.zeros(2, 2000)  # uniform: 90 % of the mass needs 1800 tokens
-    tokens = sample_tokens(logits, torch.tensor([0.0, 0.999999]), Sampling(top_p=0.9))
-    assert tokens.shape == (2,)
-    kept = {int(sample_tokens(logits[:1], u[None], Sampling(top_p=0.9))) for u in torch.linspace(0, 0.9999, 5000)}
+    logits = torch.zeros(2000)  # uniform: 90 % of the mass needs 1800 tokens
+    uniforms = torch.linspace(0, 0.9999, 5000)
+    kept = sample_tokens(logits.expand(5000, -1), uniforms, Sampling(top_p=0.9)).unique()
     assert 1795 <= len(kept) <= 1805
 
 
@@ -299,8 +301,14 @@ def killing_append(after: int) -> Callable[[ResumableLines, dict[str, Any]], Non
     return append_or_stop
 
 
-@pytest.mark.parametrize("settings", [{"do_sample": False}, {"temperature": 0.9}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("torn", [b"", b'{"id": 3, "resp', b"\x00\x00\x00\n"], ids=["at a line", "within one", "zeros"])
+@pytest.mark.parametrize(
+    ("settings", "torn"),
+    [
+        pytest.param({"temperature": 0.9}, b"", id="at a line"),
+        pytest.param({"do_sample": False}, b'{"id": 3, "resp', id="within a line"),
+        pytest.param({"do_sample": False}, b"\x00\x00\x00\n", id="leaving zeros"),
+    ],
+)
 def test_a_killed_run_loses_and_doubles_nothing(
     target: PreTrainedModel,
     tokenizer: Any,
@@ -457,12 +465,12 @@ def test_other_targets_run_with_plain_generate_and_say_so_once(
 
 def test_self_prompts_are_user_turns_written_once(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     output = tmp_path / "prompts.jsonl"
-    settings = RegenerationSettings(temperature=2.0, top_k=0, max_new_tokens=60, slots=8)
-    assert self_prompt(target, tokenizer, 6, output, settings, min_chars=4, progress=False) == 6
-    assert self_prompt(target, tokenizer, 6, output, settings, min_chars=4, progress=False) == 0
-    assert self_prompt(target, tokenizer, 10, output, settings, min_chars=4, progress=False) == 4
+    settings = RegenerationSettings(temperature=3.0, top_k=0, max_new_tokens=40, slots=16)
+    assert self_prompt(target, tokenizer, 3, output, settings, min_chars=4, progress=False) == 3
+    assert self_prompt(target, tokenizer, 3, output, settings, min_chars=4, progress=False) == 0
+    assert self_prompt(target, tokenizer, 5, output, settings, min_chars=4, progress=False) == 2
     rows = read_rows(output)
-    assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 10
+    assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 5
     assert all(len(row["prompt"]) >= 4 and "<" not in row["prompt"] for row in rows)
 
 
@@ -479,3 +487,77 @@ def test_self_prompting_needs_a_chat_template(target: PreTrainedModel, tokenizer
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<end>")
     with pytest.raises(ValueError, match="no chat template"):
         self_prompt(target, plain, 3, tmp_path / "p.jsonl", progress=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- server
+
+
+class StubServer(http.server.BaseHTTPRequestHandler):
+    """Answers with the words of the last message backwards; "busy" once with 503, "no" with 400; keeps what it got."""
+
+    received: ClassVar[list[dict[str, Any]]] = []
+    busy: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.received.append(body)
+        text = body["messages"][-1]["content"]
+        if text == "busy" and text not in self.busy:
+            self.busy.add(text)
+            return self.reply(503, {})
+        if text == "no":
+            return self.reply(400, {"error": "too long"})
+        choice = {
+            "message": {"content": " ".join(text.split()[::-1])},
+            "finish_reason": "length" if text == "cut" else "stop",
+        }
+        return self.reply(200, {"choices": [choice], "usage": {"completion_tokens": len(text.split())}})
+
+    def reply(self, status: int, body: dict[str, Any]) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(regeneration_server, "RETRY_AFTER_S", (0.01,))
+    StubServer.received.clear()
+    StubServer.busy.clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StubServer) as stub:
+        threading.Thread(target=stub.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{stub.server_port}"
+        stub.shutdown()
+
+
+def test_a_server_answers_in_the_targets_place(server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "a b"}, {"prompt": "busy"}, {"prompt": "no"}, {"prompt": "cut"}, {"turns": ["c d", "e f"]}]
+    settings = RegenerationSettings(temperature=0.6, top_k=0, max_new_tokens=7, enable_thinking=False, slots=3)
+    writer = ServerRegenerator(f"{server}/v1/", "some-target", settings)
+    assert writer.run(rows, tmp_path / "out.jsonl", progress=False) == 4
+    written = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
+    assert [written[i]["response"] for i in (0, 1, 3, 4)] == ["b a", "busy", "cut", "f e"]
+    assert [written[i]["finished"] for i in (0, 1, 3, 4)] == [True, True, False, True]
+    assert [message["content"] for message in written[4]["messages"]] == ["c d", "d c", "e f"]
+    assert "Prompt 2 is left out" in caplog.text
+    body = StubServer.received[0]
+    assert (body["model"], body["max_tokens"], body["temperature"], body["top_k"]) == ("some-target", 7, 0.6, -1)
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "top_p" not in body
+
+
+def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(regeneration_server, "RETRY_AFTER_S", ())
+    with pytest.raises(ConnectionError, match=r"No answer from http://127\.0\.0\.1:9/v1"):
+        ServerRegenerator("http://127.0.0.1:9", "x").run([{"prompt": "a"}], tmp_path / "out.jsonl", progress=False)
+
+
+def test_the_module_runs_as_a_command(server: str, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "a b"}\n{"prompt": "c d"}\n')
+    regeneration.main([str(prompts), str(output), "--target", "x", "--server", server, "--greedy", "--start", "1"])
+    assert [row["response"] for row in read_rows(output)] == ["d c"]
+    assert StubServer.received[0]["temperature"] == 0.0

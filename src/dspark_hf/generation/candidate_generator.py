@@ -11,9 +11,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..draft_cache import DraftCache
 from ..modeling_dspark import DSparkDrafter
-from ..sampling import draw
+from ..sampling import drafting_law, draw
 from ..scheduling import FixedLength, VerifyScheduler
-from .logits_process import DraftWarper, SequentialHeadLogitsProcessor
+from .logits_process import DraftWarper, SequentialHeadLogitsProcessor, drafting_processors
 
 
 class Draft(NamedTuple):
@@ -55,7 +55,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     Args:
         drafter: The drafter.
         target: The target it drafts for; the drafter borrows its embeddings.
-        logits_processors: The processors of each row; drafts are warped with them too.
+        logits_processors: The processors of each row; drafts are warped with the stateless ones among them.
         do_sample: Whether drafts are drawn or the most likely ones.
         num_draft_tokens: Drafts a round, at most what a block gives.
         scheduler: Decides how many of a row's drafts are verified; all by default.
@@ -77,7 +77,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.embeddings = drafter.bind(target)
-        self.logits_processors = list(logits_processors)
+        self.logits_processors = [drafting_processors(own) for own in logits_processors]
         self.do_sample = do_sample
         self.num_draft_tokens = drafter.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self.scheduler = scheduler if scheduler is not None else FixedLength()
@@ -170,7 +170,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """One backbone pass over `[anchor, MASK, ...]`; the slots that predict, as far as they are needed."""
         config = self.drafter.config
         # The whole block, even for fewer drafts: the slots attend to each other, and training always saw all of them.
-        block_ids = torch.full((len(anchor_ids), config.block_size), config.mask_token_id or 0, device=anchor_ids.device)
+        block_ids = torch.full(
+            (len(anchor_ids), config.block_size), config.mask_token_id or 0, device=anchor_ids.device
+        )
         block_ids[:, 0] = anchor_ids
         output = self.drafter(
             block_ids, self._next_positions(config.block_size), draft_cache=self.cache, embeddings=self.embeddings
@@ -203,7 +205,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if full_vocabulary:
                 scores = warp(self._over_full_vocabulary(scores))
             if self.do_sample:
-                probs.append(scores.softmax(-1))
+                probs.append(drafting_law(scores))
                 previous_ids = draw(probs[-1])
             else:
                 previous_ids = scores.argmax(-1)

@@ -16,6 +16,7 @@ _ROWWISE = (
     stock.TemperatureLogitsWarper,
     stock.TopKLogitsWarper,
     stock.TopPLogitsWarper,
+    stock.TopHLogitsWarper,
     stock.MinPLogitsWarper,
     stock.TypicalLogitsWarper,
     stock.EpsilonLogitsWarper,
@@ -24,7 +25,7 @@ _ROWWISE = (
     stock.InfNanRemoveLogitsProcessor,
     stock.LogitNormalization,
 )
-# Stock processors that remember earlier calls, so a call for a draft that is then rejected would corrupt them.
+# Stock processors that remember earlier calls.
 _STATEFUL = (
     stock.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     stock.SynthIDTextWatermarkLogitsProcessor,
@@ -69,14 +70,14 @@ class DraftWarper:
     Applies each row's processors to the scores of one slot after another.
 
     Args:
-        processors: Of each row.
+        processors: Of each row, those of [`drafting_processors`].
         input_ids: Of each row all tokens so far, `[1, L_row]`.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessorList], input_ids: Sequence[torch.Tensor]):
         self.is_needed = any(processors)
         self._together = all(is_rowwise(own) for own in processors)
-        self._processors = [drafting_processors(own) for own in (processors[:1] if self._together else processors)]
+        self._processors = processors
         self._sequences = [] if self._together else list(input_ids)
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
@@ -102,23 +103,17 @@ def is_rowwise(processors: LogitsProcessorList) -> bool:
 
 def drafting_processors(processors: LogitsProcessorList) -> LogitsProcessorList:
     """
-    The processors to warp drafts with, such that the target's own see one call a committed token, as in plain `generate`.
+    The processors to warp drafts with: transformers' own, but for the few that remember their calls.
 
-    Stock processors are stateless and run as they are, but for the few that remember their calls. Those, and processors
-    defined elsewhere, run on a copy made for this round; one that cannot be copied is left out, which costs
-    acceptance and never exactness: the draft's law is whatever it was drawn from.
+    Any other may keep a state, and a call for a draft that is then rejected would corrupt it. Nor would a copy help: its
+    state may lie elsewhere, and it may hold a whole model. So it sees one call a committed token, as in plain
+    `generate`. That costs acceptance and never exactness: the draft's law is whatever it was drawn from.
     """
-    chosen = LogitsProcessorList()
-    for processor in processors:
-        is_stock = type(processor).__module__ == stock.__name__
-        if is_stock and not isinstance(processor, _STATEFUL):
-            chosen.append(processor)
-        elif not is_stock:
-            try:
-                chosen.append(copy.deepcopy(processor))
-            except Exception:  # Copying is the processor's own code: whatever it raises means "cannot be copied".
-                continue
-    return chosen
+    return LogitsProcessorList(
+        processor
+        for processor in processors
+        if type(processor).__module__ == stock.__name__ and not isinstance(processor, _STATEFUL)
+    )
 
 
 def processors_for_row(processors: LogitsProcessorList, row: int, num_rows: int) -> LogitsProcessorList:
@@ -141,10 +136,11 @@ def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         own = copy.copy(processor)
         own.batch_size, own.generated_ngrams = 1, [processor.generated_ngrams[row]]
         return own
-    if isinstance(processor, stock.EncoderRepetitionPenaltyLogitsProcessor):
-        own = copy.copy(processor)
-        own.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
-        return own
+    for name in ("encoder_input_ids", "prompt_ignore_length"):  # Repetition penalties: what they know of each prompt.
+        if isinstance(getattr(processor, name, None), torch.Tensor):
+            own = copy.copy(processor)
+            setattr(own, name, getattr(processor, name)[row : row + 1])
+            return own
     if isinstance(processor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor):
         own = copy.copy(processor)  # Shares the model, not what it has computed.
         own.unconditional_context = {

@@ -49,8 +49,11 @@ def dspark_generate(
 
     ```python
     >>> target.generate(**inputs, assistant_model=drafter)  # doctest: +SKIP
-    >>> target.generate(**inputs, custom_generate=dspark_hf.dspark_generate, drafter=drafter)  # the same, patch-free  # doctest: +SKIP
+    >>> target.generate(**inputs, custom_generate=dspark_hf.dspark_generate, drafter=drafter)  # doctest: +SKIP
     ```
+
+    The second spelling needs no patch of `generate`. After `dspark_hf.unregister()` transformers passes neither `streamer=` nor
+    `tokenizer=` on to a loop that is given this way.
 
     Args:
         model: The target.
@@ -68,26 +71,28 @@ def dspark_generate(
     Raises:
         ValueError: for calls that have no exact answer here; each message says what to do instead.
     """
-    base = unwrap_drafter(drafter)
-    if base is None:
-        raise ValueError(f"drafter= must be a DSparkDrafter, got {type(drafter).__name__}.")
-    check_call(model, input_ids, generation_config)
-    recorder = current_recorder()
-    num_drafts, scheduler = draft_settings(base, num_assistant_tokens, assistant_confidence_threshold, verify_scheduler)
-    num_rows, do_sample = len(input_ids), bool(generation_config.do_sample)
-    processors = [processors_for_row(logits_processor, row, num_rows) for row in range(num_rows)]
-    generator = DSparkCandidateGenerator(
-        base,
-        model,
-        processors,
-        do_sample=do_sample,
-        num_draft_tokens=num_drafts,
-        scheduler=scheduler,
-        want_confidence=recorder is not None,
-    )
-    prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
-    outputs = [Output(row, stopping_criteria, generation_config, streamer) for row in input_ids.split(1)]  # type: ignore
     try:
+        base = unwrap_drafter(drafter)
+        if base is None:
+            raise ValueError(f"drafter= must be a DSparkDrafter, got {type(drafter).__name__}.")
+        check_call(model, input_ids, generation_config)
+        num_drafts, scheduler = draft_settings(
+            base, num_assistant_tokens, assistant_confidence_threshold, verify_scheduler
+        )
+        num_rows, do_sample, recorder = len(input_ids), bool(generation_config.do_sample), current_recorder()
+        processors = [processors_for_row(logits_processor, row, num_rows) for row in range(num_rows)]
+        generator = DSparkCandidateGenerator(
+            base,
+            model,
+            processors,
+            do_sample=do_sample,
+            num_draft_tokens=num_drafts,
+            scheduler=scheduler,
+            want_confidence=recorder is not None,
+        )
+        prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
+        outputs = [Output(row, stopping_criteria, generation_config, streamer) for row in input_ids.split(1)]  # type: ignore
+
         # 1. The prompts: their features become the drafter's context, their last logits give the first anchors.
         started = time.perf_counter()
         prepare_context(prompt, generator, input_ids)
@@ -111,23 +116,29 @@ def dspark_generate(
             clock.append(time.perf_counter())
             fed_rows = target.verify([outputs[row].ids for row in rows], [own.ids for own in drafts])
             clock.append(time.perf_counter())
-            records, counts = [], []
-            for row, own, fed in zip(rows, drafts, fed_rows, strict=True):
-                choice = TokenChoice(processors[row], do_sample, fed.logits, own)
-                counts.append(outputs[row].commit(choice, fed.raw))
-                records.append(Round.of(row, own, choice, counts[-1]))
-            target.commit(counts)
+            choices = [
+                TokenChoice(processors[row], do_sample, fed.logits, own)
+                for row, fed, own in zip(rows, fed_rows, drafts, strict=True)
+            ]
+            lengths = [outputs[row].ids.shape[1] for row in rows]
+            try:
+                for row, fed, choice in zip(rows, fed_rows, choices, strict=True):
+                    outputs[row].commit(choice, fed.raw)
+            finally:  # Whatever a criterion or streamer raises, the cache keeps no rejected draft.
+                counts = [outputs[row].ids.shape[1] - length for row, length in zip(rows, lengths, strict=True)]
+                target.commit(counts)
             generator.observe([fed.context_features[0] for fed in fed_rows], counts)
-            rows = drop_finished(rows, outputs, generator, target)
             if recorder is not None:
+                parts = zip(rows, drafts, choices, counts, strict=True)
+                records = [Round.of(row, draft.ids.shape[1], *others) for row, *others in parts]
                 recorder.add(records, [*clock, time.perf_counter()])
-        cache = target.finish()
-        if num_rows == 1:
-            remember(cache, base, outputs[0].ids[:, : prompt.past_length], generator.cache)  # type: ignore[arg-type]
+            rows = drop_finished(rows, outputs, generator, target)
+        if num_rows == 1 and outputs[0].ids.shape[1] == prompt.past_length + 1:  # The ids are those of the whole cache.
+            remember(prompt.cache, base, outputs[0].ids[:, :-1], generator.cache)  # type: ignore[arg-type]
+        return assemble(outputs, pad_token_of(generation_config), target.finish())
     finally:
         if streamer is not None:
             streamer.end()
-    return assemble(outputs, pad_token_of(generation_config), cache)
 
 
 def drop_finished(
@@ -135,7 +146,7 @@ def drop_finished(
 ) -> list[int]:
     """The rows still to be decoded; the others leave the drafter and the target and cost nothing more."""
     places = [place for place, row in enumerate(rows) if not outputs[row].is_finished]
-    if len(places) < len(rows):
+    if len(outputs) > 1 and len(places) < len(rows):
         generator.keep_rows(places)
         target.keep_rows(places)
     return [rows[place] for place in places]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import StaticLayer
 from transformers.generation import (
     EosTokenCriteria,
     GenerateDecoderOnlyOutput,
@@ -39,7 +41,9 @@ class Output:
         self.ids = input_ids
         self.is_finished = False
         self._criteria = stopping_criteria
-        self._max_length = generation_config.max_length
+        # A limit among the user's own criteria replaces the one that `generate` makes of its settings.
+        limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+        self._max_length = min(limits, default=generation_config.max_length)
         self._streamer = streamer
         self.returns_dict = bool(generation_config.return_dict_in_generate)
         self.scores = self._wanted(generation_config.output_scores)
@@ -56,7 +60,7 @@ class Output:
         """Tokens that still fit."""
         return self._max_length - self.ids.shape[1]
 
-    def commit(self, choice: TokenChoice, raw: Any, is_prefill: bool = False) -> int:
+    def commit(self, choice: TokenChoice, raw: Any, is_prefill: bool = False) -> None:
         """
         Adds the tokens that `choice` makes, up to the end of the output.
 
@@ -64,9 +68,6 @@ class Output:
             choice: The tokens of this round.
             raw: The target's output of this round, for attentions and hidden states.
             is_prefill: Whether this is the first token, from the prompt's pass.
-
-        Returns:
-            How many were added, at least 1.
         """
         if self._is_simple and choice.is_rowwise:
             num_committed = self._commit_together(choice)
@@ -79,7 +80,6 @@ class Output:
                     self.is_finished = True
                     break
         self._collect(raw, num_committed, choice.num_slots, is_prefill)
-        return num_committed
 
     # ------------------------------------------------------------------ helpers
 
@@ -88,7 +88,7 @@ class Output:
 
     def _commit_together(self, choice: TokenChoice) -> int:
         tokens = choice.all_tokens()  # [B, N]
-        listed = tokens[0].tolist()[: self.room]
+        listed = tokens[0].tolist()[: max(self.room, 1)]
         ends = [i + 1 for i, token in enumerate(listed) if token in self._eos_ids]
         num_committed = ends[0] if ends else len(listed)
         self._append(tokens[:, :num_committed], choice, 0, num_committed)
@@ -121,8 +121,12 @@ class Output:
             if is_prefill:
                 self.attentions += (raw.attentions,)
             else:
+                layers = list(raw[CACHE_KEY].layers)
                 self.attentions += tuple(
-                    tuple(_row_of(weights, slot, num_slots) for weights in raw.attentions)
+                    tuple(
+                        _row_of(weights, slot, num_slots, layer)
+                        for weights, layer in itertools.zip_longest(raw.attentions, layers[: len(raw.attentions)])
+                    )
                     for slot in range(num_committed)
                 )
 
@@ -174,6 +178,11 @@ def _rows_of(present: list[torch.Tensor | None], like: torch.Tensor) -> torch.Te
     return torch.cat([torch.zeros_like(like) if tensor is None else tensor for tensor in present])
 
 
-def _row_of(weights: torch.Tensor, slot: int, num_slots: int) -> torch.Tensor:
-    """Attention `[B, H, 1, T]` of one fed position over what existed then: later positions of the round are cut off."""
-    return weights[:, :, slot : slot + 1, : weights.shape[-1] - (num_slots - 1 - slot)]
+def _row_of(weights: torch.Tensor, slot: int, num_slots: int, layer: Any) -> torch.Tensor:
+    """Attention `[B, H, 1, T]` of one fed position over what a pass of its own would have seen."""
+    row = weights[:, :, slot : slot + 1]
+    if isinstance(layer, StaticLayer):  # All of the buffer, whatever it holds.
+        return row
+    row = row[..., : row.shape[-1] - (num_slots - 1 - slot)]  # Without the later positions of the round.
+    window = getattr(layer, "sliding_window", None)
+    return row if window is None else row[..., -window:]

@@ -6,6 +6,7 @@ transformers version changed it. Nothing else in the package knows these names.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
@@ -29,6 +30,9 @@ CACHE_KEY = (
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
+
+
+TOKEN_TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 # ---------------------------------------------------------------------- the hook
@@ -66,6 +70,10 @@ def unwrap_drafter(model: Any) -> DSparkDrafter | None:
 
 
 def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> DSparkDrafter | None:
+    from .loop import dspark_generate
+
+    if kwargs.get("custom_generate") is dspark_generate and kwargs.get("drafter") is not None:
+        return unwrap_drafter(kwargs["drafter"])
     assistant = kwargs.get("assistant_model")
     if assistant is None and len(args) > 6:  # Seventh positional parameter of `generate`, `self` not counted.
         assistant = inspect.signature(generate).bind_partial(target, *args).arguments.get("assistant_model")
@@ -77,10 +85,14 @@ def _generate_with_drafter(generate, target, drafter: DSparkDrafter, args: tuple
 
     call = inspect.signature(generate).bind(target, *args, **kwargs).arguments
     call.update(call.pop("kwargs", {}))
-    del call["self"], call["assistant_model"]
-    if call.get("custom_generate") is not None:
-        raise ValueError("Pass either assistant_model=<DSpark drafter> or custom_generate=, not both: each is a decoding loop.")
+    del call["self"]
+    call.pop("assistant_model", None), call.pop("drafter", None)
+    if call.pop("custom_generate", None) not in (None, dspark_generate):
+        raise ValueError(
+            "Pass either assistant_model=<DSpark drafter> or custom_generate=, not both: each is a decoding loop."
+        )
     _refuse_synced_ranks(target, call.get("synced_gpus"))
+    _refuse_what_leaves_no_loop(target, call)
     # One tokenizer serves both models: a drafter shares its target's vocabulary.
     call.pop("assistant_tokenizer", None)
     _build_stop_strings(target, call)
@@ -117,23 +129,44 @@ def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:
     Raises:
         ValueError: when stop strings come without a tokenizer.
     """
-    config = call.get("generation_config") or target.generation_config
-    stop_strings = call.pop("stop_strings", None) or config.stop_strings
+    stop_strings = _in_force("stop_strings", target, call)
     tokenizer = call.pop("tokenizer", None)
     if stop_strings is None:
         return
     if tokenizer is None:
         raise ValueError("stop_strings= needs the tokenizer: pass tokenizer= to generate as well.")
-    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
-    call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion])
-    if config.stop_strings is not None:
-        call["generation_config"] = _without_stop_strings(config)
+    criteria = list(call.get("stopping_criteria") or ())
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # The user's own has precedence.
+        criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
+    call["stopping_criteria"] = StoppingCriteriaList(criteria)
+    # Nobody else is to build it again, from any of the places where stop strings may stand.
+    call.pop("stop_strings", None)
+    if getattr(call.get("generation_config"), "stop_strings", None) is not None:
+        call["generation_config"] = copy.copy(call["generation_config"])
+        call["generation_config"].stop_strings = None
+    if target.generation_config.stop_strings is not None:
+        call["stop_strings"] = None
 
 
-def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
-    config = type(config).from_dict(config.to_dict())
-    config.stop_strings = None
-    return config
+def _in_force(name: str, target: PreTrainedModel, call: dict[str, Any]) -> Any:
+    """A generation setting as `generate` will resolve it: of the call, of its `generation_config`, of the target."""
+    if name in call:
+        return call[name]
+    value = getattr(call.get("generation_config"), name, None)
+    return getattr(target.generation_config, name, None) if value is None else value
+
+
+def _refuse_what_leaves_no_loop(target: PreTrainedModel, call: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: for settings that `generate` acts on before or instead of calling a decoding loop.
+    """
+    if call.get("cache_implementation") == "paged":
+        raise ValueError(
+            "cache_implementation='paged' is continuous batching, which knows no drafters. Leave it or assistant_model= out."
+        )
+    if _in_force("token_healing", target, call):
+        raise ValueError("token_healing=True does not work with a DSpark drafter. Leave it or assistant_model= out.")
 
 
 def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> None:
@@ -176,9 +209,16 @@ def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: Generati
 
 def extended_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
     """A copy of `model_kwargs` whose masks, positions and token types cover `num_new_tokens` more tokens."""
+    model_kwargs = dict(model_kwargs)
     if num_new_tokens == 0:
-        return dict(model_kwargs)
-    return model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=num_new_tokens)  # type: ignore
+        return model_kwargs
+    update = model._update_model_kwargs_for_generation  # type: ignore[operator]
+    # Several tokens at once would take the types of as many prompt tokens, and overridden updates know only of one.
+    is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
+    at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1
+    for _ in range(num_new_tokens // at_once):
+        model_kwargs = update({}, model_kwargs, num_new_tokens=at_once)
+    return model_kwargs
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
@@ -189,13 +229,17 @@ def is_stateful(model: PreTrainedModel) -> bool:
 def _check_seam() -> None:
     missing = []
     parameters = inspect.signature(GenerationMixin.generate).parameters
-    missing += [f"generate({name}=)" for name in ("custom_generate", "assistant_model", "streamer") if name not in parameters]
+    missing += [
+        f"generate({name}=)" for name in ("custom_generate", "assistant_model", "streamer") if name not in parameters
+    ]
     update = getattr(GenerationMixin, "_update_model_kwargs_for_generation", None)
     if update is None or "num_new_tokens" not in inspect.signature(update).parameters:
         missing.append("GenerationMixin._update_model_kwargs_for_generation(num_new_tokens=)")
     if CACHE_KEY not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
         missing.append(f"prepare_inputs_for_generation({CACHE_KEY}=)")
-    missing += [f"Cache.{name}" for name in ("crop", "is_croppable", "activate_past_recording") if not hasattr(Cache, name)]
+    missing += [
+        f"Cache.{name}" for name in ("crop", "is_croppable", "activate_past_recording") if not hasattr(Cache, name)
+    ]
     if missing:
         warnings.warn(
             f"transformers {transformers.__version__} changed what dspark_hf builds on: {', '.join(missing)}. "

@@ -37,7 +37,9 @@ def check_call(model: PreTrainedModel, input_ids: torch.LongTensor, generation_c
         )
     for name, method in _OTHER_METHODS.items():
         if getattr(generation_config, name, None):
-            raise ValueError(f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out.")
+            raise ValueError(
+                f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out."
+            )
     if len(input_ids) > 1 and generation_config.return_dict_in_generate and generation_config.output_attentions:
         raise ValueError(
             f"output_attentions=True is not available for several rows ({len(input_ids)} here): their attention is computed "
@@ -57,7 +59,9 @@ def draft_settings(
     """
     config, settings = drafter.config, drafter.generation_config
     if num_drafts is None:
-        num_drafts = settings.num_assistant_tokens if settings.num_assistant_tokens is not None else config.num_draft_tokens
+        num_drafts = (
+            settings.num_assistant_tokens if settings.num_assistant_tokens is not None else config.num_draft_tokens
+        )
     if not 0 <= num_drafts <= config.num_draft_tokens:
         raise ValueError(
             f"num_assistant_tokens={num_drafts}, but a block of this drafter gives at most {config.num_draft_tokens} drafts "
@@ -65,7 +69,9 @@ def draft_settings(
             "every slot's acceptance collapses."
         )
     if threshold and scheduler is not None:
-        raise ValueError("Pass either assistant_confidence_threshold= or verify_scheduler=: both decide the verify length.")
+        raise ValueError(
+            "Pass either assistant_confidence_threshold= or verify_scheduler=: both decide the verify length."
+        )
     if threshold is None and scheduler is None:
         threshold, scheduler = settings.assistant_confidence_threshold, getattr(settings, "verify_scheduler", None)
     if scheduler is not None:

@@ -139,7 +139,9 @@ class RowCache(Cache):
         device = self.key_mask.device
         span = max(length + count for length, count in zip(self.lengths, counts, strict=True))
         if span > self.key_mask.shape[1]:
-            self.key_mask = torch.nn.functional.pad(self.key_mask, (0, span + _GROWTH - self.key_mask.shape[1]), value=True)
+            self.key_mask = torch.nn.functional.pad(
+                self.key_mask, (0, span + _GROWTH - self.key_mask.shape[1]), value=True
+            )
         for layer in self.layers:
             layer.reserve(span)
         lengths = torch.tensor(self.lengths, device=device)
@@ -303,7 +305,9 @@ def refill(cache: Cache, rows: dict[int, list[KeyValues]]) -> None:
     num_columns = max(layers[0][0].shape[1] for layers in rows.values())
     cache.reset()
     for index in range(len(rows[0])):
-        stacked = [torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)]
+        stacked = [
+            torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)
+        ]
         cache.update(*stacked, index)
 
 

@@ -47,7 +47,7 @@ class RowsTargetPass:
         self.model = prompt.model
         self.hidden_state_indices = prompt.hidden_state_indices
         self._wants_all_states = bool(prompt.generation_config.output_hidden_states)
-        self._prompt_cache = prompt.cache
+        self._prompt = prompt
         self._keep_cache = keep_cache
         num_columns = prompt.past_length
         self.cache = RowCache(prompt.cache, prompt.attended_columns(0, num_columns))
@@ -55,6 +55,10 @@ class RowsTargetPass:
         position_ids = prompt.model_kwargs.get("position_ids")
         if position_ids is None:
             prompt.refuse(f"{type(self.model).__name__} takes no position_ids, which rows of different lengths need")
+        if position_ids.shape[-1] < num_columns:
+            prompt.refuse(
+                "its cache holds tokens that have no id (prefix tuning), which several rows at once do not allow"
+            )
         self._next_positions = position_ids[..., num_columns - 1] + 1  # [B], or [axes, B] for multi-axis positions
         self._packs = can_pack(self.model)
         if not self._packs:
@@ -87,7 +91,8 @@ class RowsTargetPass:
         if not self._packs:
             features = _pack(features, plan)
         states = [
-            _pack(state, plan) if not self._packs else state for state in (raw.hidden_states if self._wants_all_states else ())
+            _pack(state, plan) if not self._packs else state
+            for state in (raw.hidden_states if self._wants_all_states else ())
         ]
         logits = raw.logits if self._packs else _pack(raw.logits, plan)
         logits = logits.to(device=fed_ids[0].device, dtype=torch.float32)
@@ -105,14 +110,17 @@ class RowsTargetPass:
             if self._keep_cache:
                 self._ended[self._rows[place]] = self.cache.extract(place)
         self.cache.select(rows)
-        self._next_positions = self._next_positions[..., torch.tensor(rows, dtype=torch.long, device=self._next_positions.device)]
+        self._next_positions = self._next_positions[
+            ..., torch.tensor(rows, dtype=torch.long, device=self._next_positions.device)
+        ]
         self._rows = [self._rows[place] for place in rows]
 
     def finish(self) -> Any:
         """The caller's cache, holding every row where that is wanted."""
+        cache = self._prompt.finish()
         if self._keep_cache:
-            refill(self._prompt_cache, self._ended)
-        return self._prompt_cache
+            refill(cache, self._ended)
+        return cache
 
     # ------------------------------------------------------------------ the two ways to feed
 

@@ -49,7 +49,11 @@ class DraftTintStreamer(BaseStreamer):
         self.file = file if file is not None else sys.stdout
         self.color = wants_color(self.file) if color is None else color
         self.decode_kwargs = decode_kwargs
-        self._restart()
+        self._expects_prompt = True
+        self._num_drafted = 0
+        self._token_ids: list[int] = []
+        # How many of `_token_ids` are printed. Some of those stay: a token's text depends on the one before it.
+        self._num_printed = 0
 
     def next_are_drafted(self, num_tokens: int) -> None:
         """Says that the next `num_tokens` tokens to be `put` come from the drafter. The decoding loop calls this."""
@@ -91,10 +95,9 @@ class DraftTintStreamer(BaseStreamer):
     # ------------------------------------------------------------------ helpers
 
     def _restart(self) -> None:
-        self._expects_prompt: bool = True
+        self._expects_prompt = True
         self._num_drafted = 0
-        self._token_ids: list[int] = []
-        # How many of `_token_ids` are printed. Some of those stay: a token's text depends on the one before it.
+        self._token_ids = []
         self._num_printed = 0
 
     def _whole_text(self) -> str:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import QuantizedLayer
 
 from ..hidden_states import context_features, output_hidden_states
-from .registration import CACHE_KEY, extended_model_kwargs, is_stateful, prompt_mask_length
+from .registration import CACHE_KEY, TOKEN_TYPE_KEYS, extended_model_kwargs, is_stateful, prompt_mask_length
 
 
 class TargetOutput(NamedTuple):
@@ -57,9 +58,14 @@ class TargetPass:
         self.generation_config = generation_config
         self.hidden_state_indices = hidden_state_indices
         if is_stateful(model):
-            self.refuse(f"{type(model).__name__} keeps recurrent state, which cannot be rolled back after a rejected draft")
+            self.refuse(
+                f"{type(model).__name__} keeps recurrent state, which cannot be rolled back after a rejected draft"
+            )
         if self.cache is None or not model_kwargs.get("use_cache", True):
             self.refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
+        self._check_croppable()
+        self._recording: list[Any] = []
+        self._num_fed = 1
 
     @property
     def past_length(self) -> int:
@@ -80,7 +86,9 @@ class TargetPass:
         # Columns of masks and positions count from the start of the cache, those of new-only ids from its end.
         offset = 0 if self.holds_prefix_of(input_ids) else past_length
         if past_length >= offset + length:
-            self.refuse(f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from")
+            self.refuse(
+                f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from"
+            )
         chunk_size = self.generation_config.prefill_chunk_size or length
         if chunk_size < offset + length - past_length and embeds is not None:
             self.refuse("prefill_chunk_size does not work with inputs_embeds")
@@ -90,9 +98,12 @@ class TargetPass:
             ids = input_ids if embeds is not None else input_ids[:, : end - offset]
             fed = self._forward(ids, end - start, 1, kwargs, is_first_iteration=True)
             yield fed._replace(attended=self.attended_columns(start, end))
-        if not self.cache.is_croppable:
-            self.refuse("its cache has layers that cannot be rolled back (recurrent state, or a static sliding window)")
+        # Some targets make their cache in the first pass (prefix tuning).
+        if (made := fed.raw.get(CACHE_KEY)) is not None:
+            self.cache = self.model_kwargs[CACHE_KEY] = made
+        self._check_croppable()
         # Only now: recording every state of a long prompt would hold far more memory than the layers keep.
+        self._recording = [layer for layer in self.cache.layers if not getattr(layer, "record_past", True)]
         self.cache.activate_past_recording()
         self._end_pass(num_fed=1, num_committed=1)
 
@@ -119,7 +130,7 @@ class TargetPass:
         As in plain `generate`, the last committed token is not in the cache.
 
         Args:
-            num_committed: Tokens the round added to the output, at least 1.
+            num_committed: Tokens the round added to the output.
         """
         self._end_pass(self._num_fed, num_committed[0])
 
@@ -127,13 +138,19 @@ class TargetPass:
         """Nothing to do: the one row stays."""
 
     def finish(self) -> Any:
-        """The target's cache."""
+        """The target's cache, as plain `generate` leaves it."""
+        self.end_recording()
         return self.cache
 
     def _end_pass(self, num_fed: int, num_committed: int) -> None:
         # `crop(0)` is no no-op: it lets sliding-window layers drop what they recorded for this round.
         self.cache.crop(num_committed - num_fed)
         self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed)
+
+    def end_recording(self) -> None:
+        """A later prompt is not to be recorded state by state."""
+        for layer in self._recording:
+            layer.record_past = False
 
     def recompute_features(self, input_ids: torch.LongTensor) -> torch.Tensor:
         """
@@ -155,7 +172,9 @@ class TargetPass:
         """Whether `input_ids` starts with the tokens in the cache; otherwise it holds new tokens only."""
         if self.model_kwargs.get("inputs_embeds") is not None:
             return True
-        return self.past_length == 0 or prompt_mask_length(self.model_kwargs, self.generation_config) == input_ids.shape[1]
+        return (
+            self.past_length == 0 or prompt_mask_length(self.model_kwargs, self.generation_config) == input_ids.shape[1]
+        )
 
     # ------------------------------------------------------------------ helpers
 
@@ -177,11 +196,19 @@ class TargetPass:
     def _kwargs_of_first(self, length: int, total: int) -> dict[str, Any]:
         """`model_kwargs` as they would be for the first `length` of `total` prompt tokens."""
         kwargs = dict(self.model_kwargs)
-        for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        for name in ("attention_mask", "position_ids", *TOKEN_TYPE_KEYS):
             value = kwargs.get(name)
             if isinstance(value, torch.Tensor) and value.shape[-1] == total:
                 kwargs[name] = value[..., :length]
         return kwargs
+
+    def _check_croppable(self) -> None:
+        # Quantized layers inherit a claim to be croppable in older versions of transformers.
+        if not self.cache.is_croppable or any(isinstance(layer, QuantizedLayer) for layer in self.cache.layers):
+            self.refuse(
+                f"the layers of its {type(self.cache).__name__} cannot be rolled back (recurrent state, quantized keys and "
+                "values, or a static sliding window)"
+            )
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises the `ValueError` of a call that has no exact answer here."""

@@ -42,19 +42,20 @@ class Round:
     row: int = 0
 
     @classmethod
-    def of(cls, row: int, draft: Draft, choice: TokenChoice, committed: int) -> Round:
+    def of(cls, row: int, drafted: int, draft: Draft, choice: TokenChoice, committed: int) -> Round:
         """
         The record of one row's round, without its times.
 
         Args:
             row: Row of the batch.
-            draft: What was drafted for the row, `[1, G]`.
+            drafted: Tokens the drafter proposed.
+            draft: What of it was sent to the target, `[1, L]`.
             choice: What the target made of it.
             committed: Tokens added to the output.
         """
         ended_in_drafts = committed <= choice.num_accepted
         return cls(
-            drafted=draft.ids.shape[1],
+            drafted=drafted,
             verified=committed if ended_in_drafts else choice.num_slots - 1,
             accepted=min(choice.num_accepted, committed),
             committed=committed,

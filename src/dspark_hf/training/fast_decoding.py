@@ -79,11 +79,26 @@ class Request:
 
 @dataclass
 class Completion:
-    """A request's response: `token_ids` without the end-of-sequence token; `finished` is False where the limit cut it."""
+    """A request's response.
+
+    Args:
+        key: the request's.
+        token_ids: the new tokens, without the end-of-sequence token.
+        end_id: the end-of-sequence token that ended it; None where the limit cut it.
+    """
 
     key: int
     token_ids: list[int]
-    finished: bool
+    end_id: int | None
+
+    @property
+    def finished(self) -> bool:
+        return self.end_id is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the target produced, the end-of-sequence token counted."""
+        return len(self.token_ids) + self.finished
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
@@ -458,7 +473,7 @@ class SlotDecoder:
                 self.lengths[slot] += 1
             if finished or len(row.token_ids) == row.request.max_new_tokens:
                 self.release(slot)
-                yield Completion(row.request.key, row.token_ids, finished)
+                yield Completion(row.request.key, row.token_ids, token_id if finished else None)
 
     def release(self, slot: int) -> None:
         self.rows[slot] = None

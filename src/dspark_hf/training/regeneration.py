@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
@@ -318,7 +319,7 @@ class PlainDecoder:
         for request, tokens in zip(batch, output[:, length:].tolist()):
             tokens = tokens[: request.max_new_tokens]
             end = next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
-            yield Completion(request.key, tokens[:end], end is not None)
+            yield Completion(request.key, tokens[:end], None if end is None else tokens[end])
 
 
 def first_set(*values: Any) -> Any:
@@ -359,37 +360,8 @@ def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 # ---------------------------------------------------------------------------------------------------------- the verbs
 
 
-class Regenerator:
-    """Answers prompts with the target's own responses.
-
-    Args:
-        target: the model, in the dtype and on the device it is to run in.
-        tokenizer: its tokenizer. Without a chat template, prompts are continued as plain text.
-        settings: how responses are made.
-
-    Example:
-        >>> target, tokenizer = load_target("path/to/target", dtype="bfloat16")
-        >>> regenerator = Regenerator(target, tokenizer, RegenerationSettings(temperature=0.6, max_new_tokens=256))
-        >>> regenerator.run(read_prompts("prompts.jsonl"), "responses.jsonl")
-    """
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: RegenerationSettings | None = None,
-    ) -> None:
-        self.target = target.eval()
-        self.tokenizer = tokenizer
-        self.settings = settings or RegenerationSettings()
-        generation_config = target.generation_config
-        self.sampling = resolve_sampling(self.settings, generation_config)
-        self.max_new_tokens = first_set(
-            self.settings.max_new_tokens, generation_config.max_new_tokens, DEFAULT_MAX_NEW_TOKENS
-        )
-        self.max_length = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-        self.eos_token_ids = end_token_ids(target, tokenizer)
-        self.told_fallback = False
+class ResponseWriter(ABC):
+    """Answers prompts into a resumable file; what answers them is left to the subclasses."""
 
     def run(
         self,
@@ -429,8 +401,52 @@ class Regenerator:
                     bar.count(num_tokens, prompts=int(row is not None))
         return added
 
+    @abstractmethod
     def origin(self) -> dict[str, Any]:
         """What the rows depend on, for the note beside the output."""
+
+    @abstractmethod
+    def answer(self, conversations: list[Conversation]) -> Iterator[tuple[dict[str, Any] | None, int]]:
+        """Run conversations to their end, in the order they finish.
+
+        Yields:
+            for every response the conversation's output row (None while turns are left) and the response's tokens.
+        """
+
+
+class Regenerator(ResponseWriter):
+    """Answers prompts with the target's own responses.
+
+    Args:
+        target: the model, in the dtype and on the device it is to run in.
+        tokenizer: its tokenizer. Without a chat template, prompts are continued as plain text.
+        settings: how responses are made.
+
+    Example:
+        >>> target, tokenizer = load_target("path/to/target", dtype="bfloat16")
+        >>> regenerator = Regenerator(target, tokenizer, RegenerationSettings(temperature=0.6, max_new_tokens=256))
+        >>> regenerator.run(read_prompts("prompts.jsonl"), "responses.jsonl")
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RegenerationSettings | None = None,
+    ) -> None:
+        self.target = target.eval()
+        self.tokenizer = tokenizer
+        self.settings = settings or RegenerationSettings()
+        generation_config = target.generation_config
+        self.sampling = resolve_sampling(self.settings, generation_config)
+        self.max_new_tokens = first_set(
+            self.settings.max_new_tokens, generation_config.max_new_tokens, DEFAULT_MAX_NEW_TOKENS
+        )
+        self.max_length = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        self.eos_token_ids = end_token_ids(target, tokenizer)
+        self.told_fallback = False
+
+    def origin(self) -> dict[str, Any]:
         return {
             "target": self.target.config._name_or_path,
             "dtype": str(self.target.dtype).removeprefix("torch."),
@@ -441,28 +457,23 @@ class Regenerator:
         }
 
     def answer(self, conversations: list[Conversation]) -> Iterator[tuple[dict[str, Any] | None, int]]:
-        """Run conversations to their end, in the order they finish.
-
-        Yields:
-            for every response the conversation's output row (None while turns are left) and the response's tokens.
-        """
         open_conversations = {conversation.id: conversation for conversation in conversations}
         decoder = self.decoder(self.longest_row(conversations))
         requests = (request for request in map(self.request, conversations) if request is not None)
         for completion in decoder.run(by_length(requests, WINDOW_SLOTS * self.settings.slots)):
             conversation = open_conversations[completion.key]
             conversation.add(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.finished)
-            num_tokens = len(completion.token_ids) + completion.finished
             request = self.next_turn(conversation)
             if request is not None:
                 decoder.submit(request)
-                yield None, num_tokens
+                yield None, completion.num_tokens
             else:
                 del open_conversations[conversation.id]
                 row = conversation.output_row()
                 if self.settings.save_token_ids:
-                    row["response_ids"] = completion.token_ids + self.eos_token_ids[:1] * completion.finished
-                yield row, num_tokens
+                    end = [] if completion.end_id is None else [completion.end_id]
+                    row["response_ids"] = completion.token_ids + end
+                yield row, completion.num_tokens
 
     def next_turn(self, conversation: Conversation) -> Request | None:
         """Open the next of the user's turns; None where there is none, or the context has no room for it."""
@@ -599,7 +610,7 @@ def self_prompt(
                     if kept:
                         seen.add(normalised(text))
                         lines.append({"id": completion.key, "source": "self", "prompt": text})
-                    bar.count(len(completion.token_ids) + completion.finished, prompts=int(kept))
+                    bar.count(completion.num_tokens, prompts=int(kept))
                 useless_rounds = 0 if len(seen) > size_before else useless_rounds + 1
     if len(seen) < num_prompts:
         logger.warning(
@@ -648,6 +659,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("prompts", help="JSON-lines file or name of a data set")
     parser.add_argument("output", help="JSON-lines file to append to")
     parser.add_argument("--target", required=True, help="model folder or name")
+    parser.add_argument(
+        "--server", help="address of an OpenAI-compatible server that runs the target, as http://host:8000"
+    )
     parser.add_argument("--dtype", default="auto", help="dtype the target runs in; auto keeps the checkpoint's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--split", default="train", help="split of the data set")
@@ -667,12 +681,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    target, tokenizer = load_target(options.target, options.dtype, options.device)
     settings = RegenerationSettings(
         **{field.name: getattr(options, field.name) for field in fields(RegenerationSettings)}
     )
-    rows = read_prompts(options.prompts, options.split)
-    Regenerator(target, tokenizer, settings).run(rows, options.output, options.start, options.limit)
+    writer: ResponseWriter
+    if options.server:
+        from .regeneration_server import ServerRegenerator
+
+        writer = ServerRegenerator(options.server, options.target, settings)
+    else:
+        writer = Regenerator(*load_target(options.target, options.dtype, options.device), settings)
+    writer.run(read_prompts(options.prompts, options.split), options.output, options.start, options.limit)
 
 
 if __name__ == "__main__":
