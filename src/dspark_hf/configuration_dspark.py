@@ -7,13 +7,32 @@ its block is laid out, and which heads sit on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SEQUENTIAL_HEADS = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# The largest value a field may have. No drafter comes near; what is above would take the machine's memory or hours
+# before anything else could be found wrong with the file it came from.
+LARGEST = {
+    "num_hidden_layers": 1024,
+    "block_size": 4096,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "hidden_size": 2**20,
+    "target_hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "markov_rank": 2**20,
+    "vocab_size": 2**24,
+    "draft_vocab_size": 2**24,
+}
 
 # What sets one decoder layer family apart from another, in the options of `DSparkConfig`.
 LAYER_FAMILIES: dict[str, dict[str, Any]] = {
@@ -65,7 +84,14 @@ class DSparkConfig(PreTrainedConfig):
         layer_scalar (`bool`): Each layer ends by multiplying with its stored scalar.
         attention_scaling (`float`, *optional*): Factor on the attention scores; `head_dim ** -0.5` when `None`.
         embedding_scale (`float`): Factor on the embedding rows (Gemma: the square root of `hidden_size`).
+        raw_embeddings (`bool`):
+            Read the rows of the target's embedding as they are stored, past a norm that its module applies (Muse).
+        has_mask_embedding (`bool`): Masked slots start from a vector of the drafter's own (MiMo).
+        logit_scale (`float`): Factor on the base logits, before the soft cap.
         final_logit_softcapping (`float`, *optional*): Soft cap on the base logits, before the transition bias.
+        rotary_interleaved (`bool`): RoPE turns neighbouring channels instead of one half against the other (LFM2).
+        attention_sinks (`bool`): Each head has a logit of its own in the softmax that takes weight to nothing.
+        value_scale (`float`): Factor on the attention values (MiMo).
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
         sliding_window (`int`, *optional*): A sliding layer sees positions closer than this to the query.
 
@@ -106,7 +132,13 @@ class DSparkConfig(PreTrainedConfig):
     layer_scalar: bool = False
     attention_scaling: float | None = None
     embedding_scale: float = 1.0
+    raw_embeddings: bool = False
+    has_mask_embedding: bool = False
+    logit_scale: float = 1.0
     final_logit_softcapping: float | None = None
+    rotary_interleaved: bool = False
+    attention_sinks: bool = False
+    value_scale: float = 1.0
 
     target_layer_ids: list[int] | None = None
     target_hidden_size: int | None = None
@@ -127,6 +159,7 @@ class DSparkConfig(PreTrainedConfig):
     confidence_temperatures: list[float] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_sizes()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -171,6 +204,19 @@ class DSparkConfig(PreTrainedConfig):
 
     # ------------------------------------------------------------------ checks
 
+    def _check_sizes(self) -> None:
+        """Before any size is used, even to repeat a list: each must be a whole number that a drafter can have."""
+        wrong = [
+            f"{name}={getattr(self, name)!r}"
+            for name, largest in LARGEST.items()
+            if (size := getattr(self, name)) is not None
+            and not (type(size) is int and (0 if name == "markov_rank" else 1) <= size <= largest)
+        ]
+        if not all(type(layer_id) is int for layer_id in self.target_layer_ids or []):
+            wrong.append(f"target_layer_ids={self.target_layer_ids!r}")
+        if wrong:
+            raise ValueError(f"Not sizes a drafter can have: {', '.join(wrong)}. The configuration is damaged.")
+
     def check(self) -> None:
         """Raises one `ValueError` that lists every contradiction between the fields."""
         problems = list(self._problems())
@@ -179,6 +225,9 @@ class DSparkConfig(PreTrainedConfig):
 
     def _problems(self) -> Iterator[str]:
         ids, layer_types = self.target_layer_ids or [], self.layer_types or []
+        if not ids:
+            yield "target_layer_ids is empty: nothing says which target layers feed the drafter."
+            return
         if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
             yield f"target_layer_ids must be strictly increasing, got {ids}."
         if min(ids) < -1:
@@ -193,8 +242,6 @@ class DSparkConfig(PreTrainedConfig):
             yield f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size} tokens."
         if self.mask_token_id is not None and self.mask_token_id in _as_list(self.eos_token_id):
             yield f"mask_token_id={self.mask_token_id} is also an end-of-sequence token."
-        if self.markov_rank < 0:
-            yield f"markov_rank must be 0 (no sequential head) or more, got {self.markov_rank}."
         if self.markov_head_type not in SEQUENTIAL_HEADS:
             yield f"markov_head_type must be one of {SEQUENTIAL_HEADS}, got {self.markov_head_type!r}."
         if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
@@ -215,6 +262,15 @@ class DSparkConfig(PreTrainedConfig):
             yield f"layer_types may hold {LAYER_TYPES}, got {unknown}."
         if "sliding_attention" in layer_types and not self.sliding_window:
             yield "layer_types has sliding layers, but sliding_window is not set."
+        rope = self.rope_parameters or {}
+        if (rope_type := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
+            yield f"rope_type must be one of {['default', *ROPE_INIT_FUNCTIONS]}, got {rope_type!r}."
+        if not _is_positive(theta := rope.get("rope_theta")):
+            yield f"rope_theta must be a positive number, got {theta!r}."
+        if not _is_positive(self.rms_norm_eps):
+            yield f"rms_norm_eps must be a positive number, got {self.rms_norm_eps!r}."
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
+            yield f"hidden_act={self.hidden_act!r} is not an activation of transformers."
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             yield (
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
@@ -337,6 +393,10 @@ def _rope_theta(text: PreTrainedConfig) -> float:
 
 def _first_attr(config: PreTrainedConfig, *names: str) -> Any:
     return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -20,6 +20,7 @@ class SharedEmbeddings:
         embedding_scale: Factor on the raw embedding rows.
         draft_token_ids: Token ids of the draft vocabulary, `[V_draft]`; `None` for the full one.
         head_is_reduced: Whether `lm_head` already gives the draft vocabulary only.
+        raw_embeddings: Read the stored rows, past the norm or scale that the embedding module applies.
     """
 
     def __init__(
@@ -30,18 +31,24 @@ class SharedEmbeddings:
         embedding_scale: float = 1.0,
         draft_token_ids: torch.Tensor | None = None,
         head_is_reduced: bool = False,
+        raw_embeddings: bool = False,
     ):
         self.embed_tokens = embed_tokens
         self.lm_head = lm_head
         # Gemma's embedding module already multiplies by its scale; the drafter's configuration is what counts.
-        module_scale = float(getattr(embed_tokens, "embed_scale", 1.0))
+        module_scale = 1.0 if raw_embeddings else float(getattr(embed_tokens, "embed_scale", 1.0))
+        self.raw_embeddings = raw_embeddings
         self.scale = embedding_scale / module_scale
         self.draft_token_ids = None if head_is_reduced else draft_token_ids
         self._reduced_weight = self._gather_head_rows()
 
     def embed(self, token_ids: torch.LongTensor, like: torch.Tensor) -> torch.Tensor:
         """Rows `[..., D]` of `token_ids` `[...]`, on the device and in the dtype of `like`."""
-        rows = self.embed_tokens(token_ids.to(_device(self.embed_tokens, token_ids.device)))
+        token_ids = token_ids.to(_device(self.embed_tokens, token_ids.device))  # type: ignore[assignment]
+        if self.raw_embeddings:
+            rows = nn.functional.embedding(token_ids, self.embed_tokens.weight)
+        else:
+            rows = self.embed_tokens(token_ids)
         rows = rows.to(device=like.device, dtype=like.dtype)
         return rows if self.scale == 1.0 else rows * self.scale
 

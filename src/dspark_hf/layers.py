@@ -72,13 +72,20 @@ class DSparkRotaryEmbedding(nn.Module):
         return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
 
 
-def rotate(states: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
-    """Rotates the leading `rotary_dim` channels of `states` `[B, H, T, head_dim]`, half against half."""
+def rotate(states: torch.Tensor, angles: RotaryAngles, interleaved: bool = False) -> torch.Tensor:
+    """
+    Rotates the leading `rotary_dim` channels of `states` `[B, H, T, head_dim]`: half against half, or, interleaved,
+    each channel against its neighbour.
+    """
     cos, sin = angles
     size = cos.shape[-1]
     rotary, rest = states[..., :size], states[..., size:]
+    if interleaved:
+        rotary = rotary.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     first, second = rotary.chunk(2, dim=-1)
     rotated = rotary * cos + torch.cat([-second, first], dim=-1) * sin
+    if interleaved:
+        rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest], dim=-1)
 
 
@@ -106,6 +113,8 @@ class DSparkAttention(nn.Module):
             self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
         if config.v_norm:
             self.v_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
+        if config.attention_sinks:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
 
     def key_values(self, hidden_states: torch.Tensor, angles: RotaryAngles) -> KeyValues:
         """Rotated keys and values `[B, H_kv, T, head_dim]` of block or context states `[B, T, D]`."""
@@ -116,7 +125,10 @@ class DSparkAttention(nn.Module):
             keys = self.k_norm(keys)
         if self.config.v_norm:
             values = self.v_norm(values)
-        return rotate(keys.transpose(1, 2), angles), values.transpose(1, 2)
+        if self.config.value_scale != 1.0:
+            values = values * self.config.value_scale
+        keys = rotate(keys.transpose(1, 2), angles, self.config.rotary_interleaved)
+        return keys, values.transpose(1, 2)
 
     def forward(
         self,
@@ -136,16 +148,22 @@ class DSparkAttention(nn.Module):
         queries = self.q_proj(hidden_states).view(shape)
         if self.config.qk_norm:
             queries = self.q_norm(queries)
-        queries = rotate(queries.transpose(1, 2), angles)  # [B, H, Q, head_dim]
+        queries = rotate(queries.transpose(1, 2), angles, self.config.rotary_interleaved)  # [B, H, Q, head_dim]
         keys, values = self.key_values(hidden_states, angles)
         if isinstance(context, DraftCache):
             keys, values = context.with_block(self.layer_idx, keys, values)
         elif context is not None:
             keys = torch.cat([context[0], keys], dim=2)  # [B, H_kv, T + Q, head_dim]
             values = torch.cat([context[1], values], dim=2)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        implementation = self.config._attn_implementation
+        if self.config.attention_sinks:
+            if implementation not in ("eager", "sdpa", None):
+                raise ValueError(
+                    f"This drafter has attention sinks, which attn_implementation={implementation!r} cannot do here: "
+                    "load it with attn_implementation='sdpa'."
+                )
+            keys, values, attention_mask = with_sink(self.attention_sink_bias, queries, keys, values, attention_mask)
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, _ = attention(
             self,
             queries,
@@ -157,6 +175,32 @@ class DSparkAttention(nn.Module):
             is_causal=False,
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+def with_sink(
+    sinks: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Attention sinks for attention functions that know nothing of them: one more key, whose score is each head's sink
+    (its content is zero and the mask adds the sink) and whose value is zero, so that it only takes weight away.
+
+    Args:
+        sinks: A logit for each query head, `[H]`.
+        queries, keys, values: `[B, H, Q, head_dim]` and twice `[B, H_kv, S, head_dim]`.
+        mask: Boolean or additive, `[B, 1, Q, S]`; `None` where everything is seen.
+
+    Returns:
+        Keys and values of `S + 1` positions and the additive mask `[B, H, Q, S + 1]`.
+    """
+    (batch, heads, num_queries, _), dtype = queries.shape, queries.dtype
+    if mask is None:
+        mask = queries.new_zeros(1, 1, 1, keys.shape[2])
+    elif mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    column = sinks.to(dtype)[None, :, None, None].expand(batch, heads, num_queries, 1)
+    mask = torch.cat([mask.expand(batch, heads, num_queries, keys.shape[2]), column], dim=-1)
+    pad = (0, 0, 0, 1)
+    return nn.functional.pad(keys, pad), nn.functional.pad(values, pad), mask
 
 
 def eager_attention_forward(

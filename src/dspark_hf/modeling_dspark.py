@@ -14,12 +14,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
-from .checkpoints import read_checkpoint
+from .checkpoints import Export, export, read_checkpoint
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
 from .embeddings import SharedEmbeddings, target_embeddings
 from .heads import ConfidenceHead, SequentialHead
-from .layers import DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, KeyValues
+from .layers import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, KeyValues
 from .masks import as_attention_argument, drafting_mask
 
 
@@ -58,6 +58,10 @@ class DSparkPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, DSparkDecoderLayer) and hasattr(module, "layer_scalar"):
             init.ones_(module.layer_scalar)
+        if isinstance(module, DSparkAttention) and module.config.attention_sinks:
+            init.zeros_(module.attention_sink_bias)
+        if isinstance(module, DSparkDrafter) and module.mask_embedding is not None:
+            init.normal_(module.mask_embedding, std=module.config.initializer_range)
         if isinstance(module, DSparkDrafter) and module.draft_token_ids is not None:
             init.copy_(module.draft_token_ids, torch.arange(len(module.draft_token_ids)))
 
@@ -91,6 +95,7 @@ class DSparkDrafter(DSparkPreTrainedModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
         self.lm_head = nn.Linear(config.hidden_size, config.logits_size, bias=False) if config.has_lm_head else None
+        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.has_mask_embedding else None
         ids = torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None
         self.register_buffer("draft_token_ids", ids)
         self.generation_config = GenerationConfig(
@@ -141,14 +146,17 @@ class DSparkDrafter(DSparkPreTrainedModel):
             embedding_scale=self.config.embedding_scale,
             draft_token_ids=self.draft_token_ids,
             head_is_reduced=self.lm_head is not None,
+            raw_embeddings=self.config.raw_embeddings,
         )
         if target is not None:
             self._bound = (weakref.ref(target), embeddings)
         return embeddings
 
     def base_logits(self, hidden_states: torch.Tensor, embeddings: SharedEmbeddings) -> torch.Tensor:
-        """`U_k` `[..., V_draft]` in float32 from normed hidden states `[..., D]`, soft-capped where configured."""
+        """`U_k` `[..., V_draft]` in float32 from normed hidden states, scaled and soft-capped where configured."""
         logits = embeddings.logits(hidden_states).float()
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
@@ -207,6 +215,9 @@ class DSparkDrafter(DSparkPreTrainedModel):
         """
         embeddings = embeddings or self.bind()
         hidden_states = embeddings.embed(block_ids, like=self.norm.weight)  # [B, Q, D]
+        if self.mask_embedding is not None:
+            masked = (block_ids == self.config.mask_token_id).to(hidden_states.device)
+            hidden_states = torch.where(masked[..., None], self.mask_embedding, hidden_states)
         angles = self.rotary_emb(hidden_states, position_ids)
         contexts: list[KeyValues | DraftCache | None] = [draft_cache] * len(self.layers)
         if context_features is not None:
@@ -275,18 +286,44 @@ class DSparkDrafter(DSparkPreTrainedModel):
         with torch.device("meta"):
             expected = {name: tuple(t.shape) for name, t in cls(config).state_dict().items()}
         checkpoint.check_tensors(expected)
-        kwargs.pop("use_safetensors", None)
-        loaded = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
-        )
+        for name in ("use_safetensors", "gguf_file"):
+            kwargs.pop(name, None)
+        if checkpoint.loads_by_name:
+            loaded = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
+            )
+        else:
+            tensors = checkpoint.read_tensors(set(expected))
+            loaded = super().from_pretrained(None, *model_args, config=config, state_dict=tensors, **kwargs)
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
+        drafter._check_values(pretrained_model_name_or_path)
         # transformers reads these only for models that generate by themselves.
         drafter.generation_config.update(**checkpoint.generation_settings)
         return loaded
 
+    def _check_values(self, path: Any) -> None:
+        """Raises `ValueError` for weights that are not finite and for a draft vocabulary that is none."""
+        named = [*self.named_parameters(), *self.named_buffers()]
+        values = {name: tensor for name, tensor in named if tensor.is_floating_point() and not tensor.is_meta}
+        if broken := [name for name, tensor in values.items() if not torch.isfinite(tensor).all()]:
+            raise ValueError(f"The weights of {path} are damaged: {', '.join(broken)} hold NaN or infinite values.")
+        if (ids := self.draft_token_ids) is None or ids.is_meta:
+            return
+        vocab_size = self.config.vocab_size
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"The draft vocabulary of {path} is damaged: its {len(ids)} tokens have to be different ids below "
+                f"{vocab_size}, but they go from {int(ids.min())} to {int(ids.max())} and {len(ids.unique())} are different."
+            )
+
     def save_pretrained(  # type: ignore[override]
-        self, save_directory: Any, *args: Any, include_embeddings: bool = False, **kwargs: Any
-    ) -> None:
+        self,
+        save_directory: Any,
+        *args: Any,
+        include_embeddings: bool = False,
+        format: str | None = None,
+        **kwargs: Any,
+    ) -> Export | None:
         """
         Writes the drafter's own tensors, its configuration and its generation settings.
 
@@ -294,11 +331,16 @@ class DSparkDrafter(DSparkPreTrainedModel):
             save_directory: Folder to write to.
             include_embeddings (`bool`): Also write the borrowed embedding and LM head, which makes the file usable
                 without the target at the cost of its size.
+            format (`str`, *optional*):
+                A format for other software instead, see [`~dspark_hf.checkpoints.export`], whose result is returned.
             kwargs: As in [`~transformers.PreTrainedModel.save_pretrained`].
         """
+        if format is not None:
+            return export(self, save_directory, format)
         model = self._with_embeddings() if include_embeddings else self
         super(DSparkDrafter, model).save_pretrained(save_directory, *args, **kwargs)
         self.generation_config.save_pretrained(save_directory)
+        return None
 
     def _with_embeddings(self) -> DSparkDrafter:
         """A shallow twin that owns what this drafter borrows."""

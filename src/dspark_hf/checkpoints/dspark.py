@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
+from .files import TensorInfo
+
+NAME = "dspark-hf"
 
 
-def recognise(config: dict[str, Any], tensor_names: Collection[str]) -> bool:
+def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
     return config.get("model_type") == DSparkConfig.model_type
 
 
-def read_config(config: dict[str, Any], tensor_names: Collection[str]) -> DSparkConfig:
+def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
     return DSparkConfig.from_dict(config)

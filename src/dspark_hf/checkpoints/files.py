@@ -1,96 +1,212 @@
-"""Finding a checkpoint's safetensors files and listing their tensors, without reading any weights."""
+"""The files of a checkpoint: its configuration and the name, shape and type of every tensor, without reading weights."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-
-from ..configuration_dspark import DSparkConfig
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+)
 
 Shape = tuple[int, ...]
-
-# Frozen copies of the target's tensors, which the drafter does without where it borrows the target's own.
-OPTIONAL_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
 # What a drafter's own generation_config.json says: drafts a round, and the confidence that ends a round's drafts.
 GENERATION_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold")
 
+FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
+ID_TYPES = {"I64", "I32", "U32"}
+
+
+class TensorInfo(NamedTuple):
+    """
+    One tensor of a file.
+
+    Args:
+        shape: Its shape.
+        dtype: Its type in safetensors' spelling (`"BF16"`).
+        name: Its name in the file.
+        file: The file it is in.
+    """
+
+    shape: Shape
+    dtype: str
+    name: str
+    file: str
+
+
+class Source(Protocol):
+    """Files that hold a drafter: the raw configuration, the tensors by their name in the file, and their reading."""
+
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def read(self, tensors: dict[str, TensorInfo]) -> dict[str, torch.Tensor]: ...
+
 
 @dataclass
-class Checkpoint:
-    """A drafter's configuration, its generation settings, and the name and shape of every tensor in its files."""
+class SafetensorsSource:
+    """A folder or Hub repository with a `config.json` and safetensors files."""
 
-    path: Any
-    config: DSparkConfig
-    tensors: dict[str, Shape]
-    generation_settings: dict[str, Any]
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
 
-    def check_tensors(self, expected: dict[str, Shape]) -> None:
-        """
-        Compares the files with what the configuration asks for.
-
-        Raises:
-            ValueError: one message with all missing, unexpected and wrongly shaped tensors.
-        """
-        problems = [f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in self.tensors]
-        for name, shape in self.tensors.items():
-            if name not in expected:
-                if name not in OPTIONAL_TENSORS:
-                    problems.append(f"unexpected: {name} {list(shape)}")
-            elif shape != expected[name]:
-                problems.append(
-                    f"wrong shape: {name} is {list(shape)}, the configuration asks for {list(expected[name])}"
-                )
-        if problems:
-            raise ValueError(
-                f"The tensors of {self.path} do not fit its configuration, so it was not loaded:\n"
-                + "\n".join(f"- {problem}" for problem in sorted(problems))
-            )
+    def read(self, tensors: dict[str, TensorInfo]) -> dict[str, torch.Tensor]:
+        """The given tensors, under the names they are given by."""
+        read: dict[str, torch.Tensor] = {}
+        for file in sorted({info.file for info in tensors.values()}):
+            with safe_open(file, framework="pt") as opened:
+                read |= {name: opened.get_tensor(info.name) for name, info in tensors.items() if info.file == file}
+        return read
 
 
-def read_tensor_index(path: Any, hub: dict[str, Any]) -> dict[str, Shape]:
+def read_json(path: Any, name: str, hub: dict[str, Any]) -> dict[str, Any] | None:
     """
-    Name and shape of every tensor in a checkpoint's safetensors files, sharded or not.
+    A JSON file of a checkpoint; `None` when there is none.
 
     Raises:
-        OSError: when there is no safetensors file, a shard is missing, or a file is damaged.
+        OSError: when the folder or repository cannot be reached, or the file is not a JSON object.
     """
-    single = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **hub)
-    if single is not None:
-        return _tensors_of(single)
-    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **hub)
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+    if file is None:
+        return None
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise OSError(
+            f"{file} is not a readable JSON file ({error}). It may be cut short: download it again."
+        ) from error
+    if not isinstance(content, dict):
+        raise OSError(f"{file} holds a JSON {type(content).__name__} where settings by name belong.")
+    return content
+
+
+def read_config(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    """
+    The raw `config.json`.
+
+    Raises:
+        OSError: when there is none.
+        ValueError: when its architectures, by which formats are told apart, are no names.
+    """
+    config = read_json(path, CONFIG_NAME, hub)
+    if not config:
+        raise OSError(f"{path} has no {CONFIG_NAME}, so it is not a drafter checkpoint.")
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(
+            f"The configuration of {path} is damaged: architectures is {architectures!r}, not a list of names."
+        )
+    return config
+
+
+def read_generation_settings(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a round in a checkpoint's generation_config.json; what else it holds is about the target."""
+    stored = read_json(path, GENERATION_CONFIG_NAME, hub) or {}
+    return {name: stored[name] for name in GENERATION_SETTINGS if stored.get(name) is not None}
+
+
+def read_weight_map(path: Any, hub: dict[str, Any], headers_only: bool = False) -> dict[str, str] | None:
+    """
+    The shard each tensor is in; `None` for a checkpoint in one file. With `headers_only` that file is not fetched.
+
+    Raises:
+        OSError: when there is no safetensors file, or the index names anything but files beside it.
+    """
+    if headers_only and is_remote(path):
+        single = _hub_api(hub).file_exists(
+            str(path), _in_repository(SAFE_WEIGHTS_NAME, hub), revision=hub.get("revision")
+        )
+    else:
+        single = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **hub) is not None
+    if single:
+        return None
+    index = read_json(path, SAFE_WEIGHTS_INDEX_NAME, hub)
     if index is None:
         raise OSError(
             f"{path} has no {SAFE_WEIGHTS_NAME}. Only safetensors files are read; a pickle file (.bin, .pt) can run "
             "code when it is opened and has to be converted where it came from."
         )
-    with open(index, encoding="utf-8") as file:
-        shards = sorted(set(json.load(file)["weight_map"].values()))
-    tensors: dict[str, Shape] = {}
-    for shard in shards:
-        tensors |= _tensors_of(cached_file(path, shard, **hub))
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise OSError(f"{SAFE_WEIGHTS_INDEX_NAME} of {path} has no weight_map. Download it again.")
+    if strange := [shard for shard in weight_map.values() if not _is_plain_shard_name(shard)]:
+        raise OSError(
+            f"{SAFE_WEIGHTS_INDEX_NAME} of {path} names {strange[0]!r} as a shard, which is not a safetensors file "
+            "beside it, so nothing was read."
+        )
+    return weight_map
+
+
+def read_tensor_index(
+    path: Any, weight_map: dict[str, str] | None, hub: dict[str, Any], headers_only: bool = False
+) -> dict[str, TensorInfo]:
+    """
+    Every tensor in a checkpoint's safetensors files, sharded or not. With `headers_only` only the headers of files on the Hub
+    are fetched.
+
+    Raises:
+        OSError: when a shard is missing, lacks what the index says it holds, or is damaged.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(weight_map.values())) if weight_map else [SAFE_WEIGHTS_NAME]:
+        if headers_only and is_remote(path):
+            tensors |= _remote_tensors_of(path, file, hub)
+        else:
+            tensors |= _tensors_of(cached_file(path, file, **hub))
+    if lost := sorted((weight_map or {}).keys() - tensors.keys()):
+        raise OSError(f"The shards of {path} lack {printable(lost[0])}, which its index lists. Download it again.")
     return tensors
 
 
-def read_generation_settings(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a round in a checkpoint's generation_config.json; what else it holds is about the target."""
-    file = cached_file(path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **hub)
-    if file is None:
-        return {}
-    with open(file, encoding="utf-8") as opened:
-        stored = json.load(opened)
-    return {name: stored[name] for name in GENERATION_SETTINGS if stored.get(name) is not None}
+def _is_plain_shard_name(shard: Any) -> bool:
+    return isinstance(shard, str) and shard.endswith(".safetensors") and not set(shard) & set("/\\:\0")
 
 
-def _tensors_of(file: str) -> dict[str, Shape]:
+def _tensors_of(file: str) -> dict[str, TensorInfo]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            return {n: TensorInfo(tuple(s.get_shape()), s.get_dtype(), n, str(file)) for n, s in slices.items()}
     except SafetensorError as error:
         raise OSError(
             f"{file} is not a readable safetensors file ({error}). It may be cut short: download it again."
         ) from error
+
+
+def is_remote(path: Any) -> bool:
+    """Whether a path names a repository of the Hub that may be asked."""
+    return not Path(path).exists() and not is_offline_mode()
+
+
+def _hub_api(hub: dict[str, Any]) -> HfApi:
+    return HfApi(token=hub.get("token"))
+
+
+def _in_repository(file: str, hub: dict[str, Any]) -> str:
+    return f"{hub['subfolder']}/{file}" if hub.get("subfolder") else file
+
+
+def _remote_tensors_of(path: Any, file: str, hub: dict[str, Any]) -> dict[str, TensorInfo]:
+    try:
+        header = _hub_api(hub).parse_safetensors_file_metadata(
+            str(path), _in_repository(file, hub), revision=hub.get("revision")
+        )
+    except SafetensorsParsingError as error:
+        raise OSError(f"{file} of {path} is not a readable safetensors file ({error}).") from error
+    return {name: TensorInfo(tuple(t.shape), t.dtype, name, file) for name, t in header.tensors.items()}
+
+
+def printable(name: str) -> str:
+    """A name from a file, safe to print."""
+    return name if name.isascii() and name.isprintable() else ascii(name)

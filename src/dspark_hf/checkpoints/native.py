@@ -1,4 +1,4 @@
-"""DeepSpec-native checkpoints: `deepseek-ai/dspark_*` and `deepseek-ai/dflash_*`.
+"""DeepSpec-native checkpoints: `deepseek-ai/dspark_*` and `deepseek-ai/dflash_*`, and vendors' copies of their layout.
 
 The configuration is a copy of the target's with drafter fields added, so it carries keys that mean nothing for the
 drafter (partial rotary factors, window counts, mixture settings). Tensor names are those of [`DSparkDrafter`].
@@ -7,91 +7,100 @@ DeepSpec's DFlash drafters are the same class with rank 0 and no confidence head
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from typing import Any
 
-from ..configuration_dspark import LAYER_FAMILIES, DSparkConfig
+from ..configuration_dspark import DSparkConfig
+from .engines import layer_family
+from .fields import decoder_dict, flat_config, head_dict
+from .files import TensorInfo
 
-ARCHITECTURES = {"Qwen3DSparkModel": "qwen3", "Gemma4DSparkModel": "gemma4"}
+NAME = "DeepSpec native"
 
-_SAME_NAME = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "rms_norm_eps",
-    "attention_bias",
-    "attention_dropout",
-    "vocab_size",
-    "max_position_embeddings",
-    "initializer_range",
-    "layer_types",
-    "sliding_window",
-    "final_logit_softcapping",
-    "target_layer_ids",
-    "num_target_layers",
-    "block_size",
-    "mask_token_id",
-    "sample_from_anchor",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "dtype",
-)
+ARCHITECTURES = {
+    "Qwen3DSparkModel": {},
+    "Gemma4DSparkModel": {"family": "gemma4"},
+    # The same layers and layout under vendors' names. What is special about LFM2, its rotation, is a field of its own.
+    "Qwen3OmniDSparkModel": {},
+    "LingDSparkModel": {},
+    "DSparkMiniMaxDraftModel": {},
+    "Lfm2DSparkDraftModel": {},
+    "MuseSparkDSparkModel": {"is_causal": True},
+}
 
 
-def recognise(config: dict[str, Any], tensor_names: Collection[str]) -> bool:
-    return bool(set(config.get("architectures") or ()) & ARCHITECTURES.keys()) and "target_layer_ids" in config
+def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    return any(name in ARCHITECTURES for name in config.get("architectures") or ())
 
 
-def read_config(config: dict[str, Any], tensor_names: Collection[str]) -> DSparkConfig:
-    """
-    Args:
-        config: The raw `config.json`.
-        tensor_names: Names in the file; they say whether it holds an embedding and an LM head.
-
-    Raises:
-        ValueError: when the declared heads and the tensors of heads in the file disagree.
-    """
-    family = ARCHITECTURES[next(name for name in config["architectures"] if name in ARCHITECTURES)]
-    fields: dict[str, Any] = {name: config[name] for name in _SAME_NAME if name in config}
-    fields |= LAYER_FAMILIES[family]
-    fields["hidden_act"] = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    fields["has_embed_tokens"] = "embed_tokens.weight" in tensor_names
-    fields["has_lm_head"] = "lm_head.weight" in tensor_names
-    fields["enable_confidence_head"] = bool(config.get("enable_confidence_head"))
-    fields["confidence_head_with_markov"] = fields["enable_confidence_head"] and bool(
-        config.get("confidence_head_with_markov")
-    )
-    fields["num_key_value_heads"] = config["num_key_value_heads"]
-    fields["head_dim"] = config.get("head_dim")
-    fields["rope_parameters"] = full_rotation(config)
-    if family == "gemma4":
-        fields["embedding_scale"] = config["hidden_size"] ** 0.5
-        # Every draft layer is a global one, and those have their own head size and, sharing keys as values, head count.
-        fields["head_dim"] = config.get("global_head_dim") or config["head_dim"]
-        fields["attention_k_eq_v"] = bool(config.get("attention_k_eq_v"))
-        if fields["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
-            fields["num_key_value_heads"] = config["num_global_key_value_heads"]
-        fields["rope_parameters"] = dict(config["rope_parameters"]["full_attention"])
-    return DSparkConfig(**fields)
+def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+    options: dict[str, Any] = dict(ARCHITECTURES[next(n for n in config["architectures"] if n in ARCHITECTURES)])
+    if options.get("family") == "gemma4":
+        options |= gemma4_options(config)
+    return flat_config(config, tensors, sample_from_anchor=True, **options)
 
 
-def full_rotation(config: dict[str, Any]) -> dict[str, Any]:
-    """
-    RoPE parameters without what was inherited from the target and does not apply to the draft layers.
+def gemma4_options(config: dict[str, Any]) -> dict[str, Any]:
+    """Every draft layer is a global one, and those have their own head size, rotation and, sharing keys as values, heads."""
+    shares = bool(config.get("attention_k_eq_v"))
+    key_heads = config.get("num_global_key_value_heads") if shares else None
+    return {
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "head_dim": config.get("global_head_dim") or config["head_dim"],
+        "attention_k_eq_v": shares,
+        "num_key_value_heads": key_heads or config["num_key_value_heads"],
+        "rope_parameters": dict(config["rope_parameters"]["full_attention"]),
+    }
 
-    Qwen3-style drafters rotate the whole head even where the copied configuration says partial, and their positions
-    are plain even where the target's are multimodal (deepseek-ai/DeepSpec#71).
-    """
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    parameters = dict(parameters.get("full_attention") or parameters)
-    parameters.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-    parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    for inherited in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
-        parameters.pop(inherited, None)
-    return parameters
+
+def limits(config: DSparkConfig) -> Iterator[str]:
+    """What DeepSpec's own classes do not know of this drafter."""
+    if layer_family(config) not in ("qwen3", "gemma4"):
+        yield f"its draft layers are Qwen3's or Gemma 4's, not {layer_family(config) or 'this combination of layer options'}"
+    if not config.sample_from_anchor:
+        yield "the anchor predicts in all of its drafters"
+    if "sliding_attention" in (config.layer_types or ()) or config.is_causal:
+        yield "its layers have full attention, both ways"
+    if config.draft_vocab_size:
+        yield "it has no reduced draft vocabulary"
+    if config.attention_sinks or config.rotary_interleaved:
+        yield "it has no attention sinks and no interleaved rotation"
+
+
+def write_config(config: DSparkConfig) -> dict[str, Any]:
+    """What DeepSpec's own classes need. They know full attention, a full vocabulary and a predicting anchor only."""
+    layers = gemma4_dict(config) if config.sandwich_norms else decoder_dict(config)
+    return {
+        "architectures": ["Gemma4DSparkModel" if config.sandwich_norms else "Qwen3DSparkModel"],
+        **layers,
+        "num_target_layers": config.num_target_layers,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": config.target_layer_ids,
+        "num_anchors": 512,  # Only read in training, but asked for.
+        **head_dict(config),
+    }
+
+
+def gemma4_dict(config: DSparkConfig) -> dict[str, Any]:
+    """The decoder layers in the spelling of transformers' Gemma 4, as far as a drafter of global layers has them."""
+    layers = decoder_dict(config)
+    activation, rope = layers.pop("hidden_act"), layers.pop("rope_parameters")
+    del layers["use_sliding_window"]
+    return layers | {
+        "model_type": "gemma4_text",
+        "hidden_activation": activation,
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        "global_head_dim": config.head_dim,
+        "num_global_key_value_heads": config.num_key_value_heads,
+        "attention_k_eq_v": config.attention_k_eq_v,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": config.vocab_size,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": False,
+        "sliding_window": 1024,  # Of no layer here, but the class wants one.
+    }

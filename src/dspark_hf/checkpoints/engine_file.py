@@ -1,0 +1,32 @@
+"""The one file that current vLLM and SGLang both load: DeepSpec's, with every field that either of them guesses written out.
+
+Read as what it is, DeepSpec native; only writing differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..configuration_dspark import DSparkConfig
+from . import native
+
+
+def write_config(config: DSparkConfig) -> dict[str, Any]:
+    written = native.write_config(config) | {
+        "sample_from_anchor": config.sample_from_anchor,
+        "dspark_bonus_anchor": not config.sample_from_anchor,
+    }
+    section: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}
+    if not config.markov_rank:  # Plain DFlash has a class of its own in both engines.
+        written["architectures"] = ["DFlashDraftModel"]
+    if config.draft_vocab_size:
+        written["draft_vocab_size"] = config.draft_vocab_size
+    if "sliding_attention" in (config.layer_types or ()) or config.is_causal is not None:
+        written["is_causal"] = config.layer_is_causal(0)  # Of all layers, in both engines.
+    if config.rotary_interleaved:
+        written |= {"is_neox_style": False, "rope_is_neox_style": False}
+    if config.attention_sinks:
+        section["attention_sink_bias"] = True
+    if config.target_hidden_size != config.hidden_size:
+        written["target_hidden_size"] = config.target_hidden_size
+    return written | {"dflash_config": section}

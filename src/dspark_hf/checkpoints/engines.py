@@ -1,0 +1,146 @@
+"""What each serving engine asks of a drafter's file: why it cannot serve one, and the command when it can.
+
+State of vLLM 0.33, SGLang 0.5.23, TensorRT-LLM and llama.cpp in autumn 2026.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..configuration_dspark import LAYER_FAMILIES, DSparkConfig
+
+# The format names of `reading.FORMATS`, and of files written for the engines.
+NATIVE, ENGINE_FILE, SPECULATORS, MODELOPT = "DeepSpec native", "vLLM and SGLang", "speculators", "ModelOpt"
+ZLAB, SPECFORGE, GGUF = "z-lab DFlash", "SpecForge", "GGUF"
+
+
+def layer_family(config: DSparkConfig) -> str | None:
+    """The family in `LAYER_FAMILIES` that a drafter's layers are of; `None` for a combination of its own."""
+    options = {name for family in LAYER_FAMILIES.values() for name in family}
+    ours = {name: getattr(config, name) for name in options}
+    defaults = {name: getattr(DSparkConfig, name) for name in options}
+    family = next((name for name, family in LAYER_FAMILIES.items() if ours == defaults | family), None)
+    of_gemma_alone = config.attention_k_eq_v and family != "gemma4"
+    return None if of_gemma_alone or config.mlp_bias else family
+
+
+def is_plain_dflash(config: DSparkConfig) -> bool:
+    return not config.markov_rank and not config.enable_confidence_head
+
+
+def obstacles(config: DSparkConfig, format_name: str) -> dict[str, list[str]]:
+    """For each engine, every reason it cannot serve such a drafter in a file of such a format; none when it can."""
+    return {engine: list(test(config, format_name)) for engine, test in TESTS.items()}
+
+
+def _vllm(config: DSparkConfig, format_name: str) -> Iterator[str]:
+    if format_name not in (NATIVE, ENGINE_FILE, SPECULATORS, ZLAB):
+        yield f"it does not read {format_name} files: convert to vllm-sglang or speculators"
+    yield from unknown_to_engines(config)
+    if config.markov_rank and config.markov_head_type != "vanilla":
+        yield f"it loads vanilla sequential heads only, not {config.markov_head_type} ones"
+    if not config.markov_rank and config.sample_from_anchor:
+        yield "it has no method for a drafter without sequential head whose anchor predicts"
+    if layer_family(config) == "gemma4" and config.draft_vocab_size:
+        yield "it serves Gemma 4 drafters with the full vocabulary only"
+    if layer_family(config) == "gemma4" and format_name not in (NATIVE, ENGINE_FILE):
+        yield "it reads Gemma 4 drafters in DeepSpec's format only"
+
+
+def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
+    if format_name not in (NATIVE, ENGINE_FILE, ZLAB):
+        yield f"it does not read {format_name} files: convert to vllm-sglang"
+    yield from unknown_to_engines(config)
+    if layer_family(config) == "gemma4":
+        yield "it has no Gemma 4 drafter"
+    if config.draft_vocab_size:
+        yield "it has no reduced draft vocabulary"
+    if not config.markov_rank and config.sample_from_anchor:
+        yield "its DFLASH takes the anchor's slot for one that predicts nothing, and its DSPARK needs a sequential head"
+    if min(config.target_layer_ids or [0]) < 0:
+        yield "it cannot tap the embedding output (layer id -1)"
+    if (config.num_target_layers or 0) - 1 in (config.target_layer_ids or []):
+        yield "it cannot tap the target's last layer"
+    if config.attention_sinks:
+        yield "it reads attention sinks in NVIDIA's quantized files only"
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        yield "it rotates the whole head, this drafter a part"
+
+
+def unknown_to_engines(config: DSparkConfig, mixed_causality: bool = False) -> Iterator[str]:
+    """What no engine knows of a drafter."""
+    family = layer_family(config)
+    if family not in ("qwen3", "gemma4"):
+        yield f"it knows Qwen3 and Gemma 4 draft layers, not {family or 'this combination of layer options'}"
+    if family != "gemma4" and config.embedding_scale != 1.0:
+        yield "it feeds the target's stored embedding rows, this drafter scales them"
+    if family != "gemma4" and config.final_logit_softcapping is not None:
+        yield "it does not cap this drafter's base logits"
+    changed = {"logit_scale": 1.0, "value_scale": 1.0, "has_mask_embedding": False, "raw_embeddings": False}
+    if odd := [name for name, usual in changed.items() if getattr(config, name) != usual]:
+        yield f"it has no {', '.join(odd)}"
+    causal = {config.layer_is_causal(i) for i in range(config.num_hidden_layers)}
+    if len(causal) > 1 and not mixed_causality:
+        yield "some draft layers are causal and some are not"
+
+
+def _tensorrt(config: DSparkConfig, format_name: str) -> Iterator[str]:
+    if format_name != MODELOPT:
+        yield f"it does not read {format_name} files: convert to modelopt"
+    yield from unknown_to_engines(config)
+    if layer_family(config) == "gemma4":
+        yield "it has no Gemma 4 drafter"
+    if config.markov_head_type == "rnn" and config.markov_rank:
+        yield "it loads no rnn heads"
+    if config.enable_confidence_head and not config.confidence_head_with_markov:
+        yield "its confidence head reads the Markov embedding, this one does not"
+    if config.draft_vocab_size:
+        yield "ModelOpt files have no reduced draft vocabulary"
+
+
+def _llama_cpp(config: DSparkConfig, format_name: str) -> Iterator[str]:
+    if format_name not in (NATIVE, ENGINE_FILE, SPECULATORS, SPECFORGE, ZLAB, GGUF):
+        yield f"its converter does not read {format_name} files: convert to vllm-sglang or speculators first"
+    yield from unknown_to_engines(config)
+    if layer_family(config) == "gemma4":
+        yield "it has no Gemma 4 drafter"
+    if config.markov_rank and config.markov_head_type != "vanilla":
+        yield f"it loads vanilla sequential heads only, not {config.markov_head_type} ones"
+
+
+TESTS: dict[str, Callable[[DSparkConfig, str], Iterator[str]]] = {
+    "vLLM": _vllm,
+    "SGLang": _sglang,
+    "TensorRT-LLM": _tensorrt,
+    "llama.cpp": _llama_cpp,
+}
+
+
+def launch_command(engine: str, config: DSparkConfig, path: Any) -> str:
+    """The command that serves the drafter's target with the drafter at `path`."""
+    target, path = shlex.quote(config.target_name_or_path or "TARGET"), str(path)
+    drafts, plain = config.num_draft_tokens, is_plain_dflash(config)
+    if engine == "vLLM":
+        method = {"method": "dflash" if plain else "dspark", "model": path, "num_speculative_tokens": drafts}
+        if not plain:
+            method |= {"draft_sample_method": "greedy"}
+        method |= {"attention_backend": "FLASH_ATTN"}
+        return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(method))}"
+    if engine == "SGLang":
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {'DFLASH' if plain else 'DSPARK'} "
+            f"--speculative-draft-model-path {shlex.quote(path)} --speculative-num-draft-tokens {drafts + 1}"
+        )
+    if engine == "TensorRT-LLM":
+        options = {
+            "speculative_config": {"decoding_type": "DSpark", "speculative_model": path, "max_draft_len": drafts}
+        }
+        return f"echo {shlex.quote(json.dumps(options))} > dspark.yml && trtllm-serve {target} --extra_llm_api_options dspark.yml"
+    kind = "draft-dflash" if plain else "draft-dspark"
+    return (
+        f"python convert_hf_to_gguf.py {shlex.quote(path)} --target-model-dir TARGET_DIR --outfile draft.gguf && "
+        f"llama-server -m TARGET.gguf -md draft.gguf --spec-type {kind} --spec-draft-n-max {drafts}"
+    )

@@ -1,0 +1,197 @@
+"""What a drafter checkpoint is: format, geometry, layout, what is odd about it and which engines can serve it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..configuration_dspark import DSparkConfig
+from . import engines
+from .fields import Fields
+from .reading import OPTIONAL_TENSORS, Checkpoint, read_checkpoint
+from .unsupported import UnsupportedDrafterError, embedded_config, num_stages
+
+BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
+
+# Fields copied from the target that mean nothing for the draft layers.
+INHERITED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "attn_output_gate", "num_experts")
+
+
+@dataclass
+class Inspection:
+    """
+    What is known of a checkpoint without reading its weights. Prints as a summary.
+
+    Args:
+        path: Where it is.
+        format: Its public format, or the kind of drafter that is not loaded.
+        refusal: Why it is not loaded; `None` when it is.
+        config: Its configuration; `None` when it is not loaded.
+        num_parameters, num_bytes: Size of its tensors.
+        dtypes: Tensors of each type.
+        oddities: What to look at twice.
+        engines: For each engine the reasons why it cannot serve the files as they are; none when it can.
+        embedded: The drafter's keys in its target's configuration, and its number of stages, for an embedded drafter.
+    """
+
+    path: str
+    format: str
+    refusal: str | None = None
+    config: DSparkConfig | None = None
+    num_parameters: int = 0
+    num_bytes: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    oddities: list[str] = field(default_factory=list)
+    engines: dict[str, list[str]] = field(default_factory=dict)
+    embedded: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def slot_layout(self) -> str | None:
+        """Which slots of a block predict, in words."""
+        if (config := self.config) is None:
+            return None
+        if config.sample_from_anchor:
+            return f"the anchor predicts: a block of {config.block_size} gives {config.num_draft_tokens} drafts"
+        return f"the anchor predicts nothing: a block of {config.block_size} gives {config.num_draft_tokens} drafts"
+
+    @property
+    def heads(self) -> str | None:
+        """The sequential and the confidence head, in words."""
+        if (config := self.config) is None:
+            return None
+        said = (
+            f"{config.markov_head_type} Markov head of rank {config.markov_rank}"
+            if config.markov_rank
+            else "no Markov head"
+        )
+        if not config.enable_confidence_head:
+            return f"{said}, no confidence head"
+        reads = " that reads the Markov embedding" if config.confidence_head_with_markov else ""
+        return f"{said}, confidence head{reads}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON has."""
+        shown = {name: value for name, value in vars(self).items() if name != "config"}
+        if (config := self.config) is not None:
+            shown["config"] = config.to_dict()
+            shown["hidden_state_indices"] = config.hidden_state_indices
+        return shown | {"slot_layout": self.slot_layout, "heads": self.heads}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.path}: {self.format}"
+        if self.refusal is not None:
+            yield f"  not loaded: {self.refusal}"
+        for name, value in self.embedded.items():
+            yield f"  {name}: {value}"
+        if (config := self.config) is not None:
+            yield f"  target: {config.target_name_or_path or 'not named'}, {config.num_target_layers or 'unknown'} layers"
+            family = engines.layer_family(config) or "a combination of its own"
+            yield (
+                f"  layers: {config.num_hidden_layers} ({family}), hidden size {config.hidden_size}, "
+                f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}, "
+                f"MLP {config.intermediate_size}"
+            )
+            attention = Counter(
+                f"{kind.removesuffix('_attention')}{' causal' if config.layer_is_causal(i) else ''}"
+                for i, kind in enumerate(config.layer_types or ())
+            )
+            window = f", window {config.sliding_window}" if config.sliding_window else ""
+            yield f"  attention: {', '.join(f'{count} {kind}' for kind, count in attention.items())}{window}"
+            yield f"  slots: {self.slot_layout}; mask token {config.mask_token_id}"
+            yield f"  taps: outputs of layers {config.target_layer_ids} = hidden_states{config.hidden_state_indices}"
+            yield f"  heads: {self.heads}"
+            yield f"  vocabulary: {config.vocab_size}" + (
+                f", drafts from {config.draft_vocab_size} of it" if config.draft_vocab_size else ""
+            )
+        if self.num_parameters:
+            kinds = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
+            yield f"  size: {self.num_parameters:,} parameters, {self.num_bytes / 1e9:.2f} GB ({kinds} tensors)"
+        yield from (f"  odd: {oddity}" for oddity in self.oddities)
+        for engine, reasons in self.engines.items():
+            yield f"  {engine}: {'no, ' + '; '.join(reasons) if reasons else 'yes'}"
+
+
+def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
+    """
+    Looks at a checkpoint without reading its weights; of one on the Hub only configuration and headers are fetched.
+
+    ```python
+    >>> print(dspark_hf.checkpoints.inspect_checkpoint("RadixArk/Qwen3.8-27B-DSpark"))  # doctest: +SKIP
+    ```
+
+    Args:
+        path: Folder, Hub repository or GGUF file.
+        kwargs: `revision`, `token`, `subfolder`, ... as in `from_pretrained`.
+
+    Raises:
+        OSError: when there is nothing to read.
+        ValueError: when it is no drafter, or is damaged. A known kind of drafter that is not loaded is no error here.
+    """
+    try:
+        checkpoint = read_checkpoint(path, None, kwargs, headers_only=True)
+    except UnsupportedDrafterError as error:
+        embedded = embedded_config(error.config)
+        if embedded:
+            embedded["stages"] = num_stages(error.tensors)
+        return Inspection(str(path), error.kind.name, refusal=error.kind.needs, embedded=embedded)
+    tensors = checkpoint.tensors
+    return Inspection(
+        path=str(path),
+        format=checkpoint.format_name,
+        config=checkpoint.config,
+        num_parameters=sum(prod(info.shape) for info in tensors.values()),
+        num_bytes=sum(prod(info.shape) * BYTES.get(info.dtype, 1) for info in tensors.values()),
+        dtypes=dict(Counter(info.dtype for info in tensors.values())),
+        oddities=list(oddities(checkpoint)),
+        engines=engines.obstacles(checkpoint.config, checkpoint.format_name),
+    )
+
+
+def oddities(checkpoint: Checkpoint) -> Iterator[str]:
+    """What to look at twice: most of it is what silently costs acceptance elsewhere."""
+    config, raw = checkpoint.config, checkpoint.source.config
+    fields = Fields(raw)
+    own = checkpoint.format_name in ("dspark-hf", "GGUF")
+    if not own and not fields.all("sample_from_anchor") and not fields.all("dspark_bonus_anchor"):
+        reading = "predicts" if config.sample_from_anchor else "predicts nothing"
+        yield f"it does not say whether the anchor predicts; files of this format without the key are read as: it {reading}"
+    for name in ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "is_causal"):
+        if len(values := fields.all(name)) > 1:
+            yield f"{name} is given as {' and as '.join(map(str, values))}; the first was taken"
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    used = config.rope_parameters or {}
+    if copied := [name for name in INHERITED if (name in raw or name in rope) and name not in used]:
+        yield f"{', '.join(copied)} copied from the target: ignored"
+    proposals = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    if (tokens := proposals[0].get("speculative_tokens")) not in (None, config.num_draft_tokens):
+        yield f"it asks for {tokens} drafts a round, but its block gives {config.num_draft_tokens}"
+    yield from _odd_taps(config)
+    if frozen := [name for name in OPTIONAL_TENSORS if name in checkpoint.tensors and not config.draft_vocab_size]:
+        yield f"it holds copies of the target's {' and '.join(frozen)} (borrow_embeddings=True leaves them unread)"
+    if len({info.dtype for info in checkpoint.tensors.values() if info.dtype not in ("I64", "I32")}) > 1:
+        yield "its weights are of different types"
+    if "auto_map" in raw:
+        yield "it names code of its own (auto_map), which is not run"
+    if isinstance(checkpoint.path, str | Path) and Path(checkpoint.path).is_dir():
+        pickles = sorted(
+            file.name for file in Path(checkpoint.path).iterdir() if file.suffix in (".bin", ".pt", ".pth")
+        )
+        if pickles:
+            yield f"{', '.join(pickles)} beside it: pickle files are not read"
+
+
+def _odd_taps(config: DSparkConfig) -> Iterator[str]:
+    ids = config.target_layer_ids or []
+    if ids[0] == -1:
+        yield "it taps the embedding output (layer -1), which SGLang cannot"
+    if config.num_target_layers is not None and ids[-1] == config.num_target_layers - 1:
+        yield "it taps the target's last layer, whose output transformers gives after the final norm and others before it"
+    elif config.num_target_layers is None:
+        yield "it does not say how many layers its target has"

@@ -1,0 +1,24 @@
+"""transformers' own DFlash drafter, `MuseGlimmerAssistantModel`: z-lab's method under names of its own.
+
+Layers slide and see both ways; the target's embedding rows are taken before the norm that its module applies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..configuration_dspark import DSparkConfig
+from .fields import flat_config
+from .files import TensorInfo
+
+NAME = "transformers DFlash"
+
+NAMES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+
+
+def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    return "MuseGlimmerAssistantModel" in (config.get("architectures") or ())
+
+
+def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+    return flat_config(config, tensors, sample_from_anchor=False, is_causal=False, raw_embeddings=True)

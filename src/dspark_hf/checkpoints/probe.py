@@ -1,0 +1,135 @@
+"""Which slot layout a drafter was really trained in, found by drafting both ways with its target.
+
+A drafter read in the wrong layout loads cleanly, drafts text one position off and is never accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from ..draft_cache import DraftCache
+from ..hidden_states import context_features, output_hidden_states
+
+if TYPE_CHECKING:
+    from ..modeling_dspark import DSparkDrafter
+
+
+@dataclass
+class LayoutProbe:
+    """
+    How many drafts a block had accepted in each layout. Prints as a sentence.
+
+    Args:
+        declared: The layout the configuration says (`sample_from_anchor`).
+        acceptance: For each layout, the drafts of a block that were right before the first wrong one, on average.
+        num_blocks: Blocks drafted in each layout.
+    """
+
+    declared: bool
+    acceptance: dict[bool, float]
+    num_blocks: int
+
+    @property
+    def better(self) -> bool:
+        """The layout that accepts more."""
+        return max(self.acceptance, key=lambda layout: (self.acceptance[layout], layout == self.declared))
+
+    @property
+    def is_mislabelled(self) -> bool:
+        """Whether the other layout accepts clearly more: by a tenth of a draft a block, and by a third."""
+        declared, other = self.acceptance[self.declared], self.acceptance[not self.declared]
+        return other > declared + 0.1 and other > 4 / 3 * declared
+
+    def __str__(self) -> str:
+        declared, other = self.acceptance[self.declared], self.acceptance[not self.declared]
+        measured = (
+            f"sample_from_anchor={self.declared} as declared: {declared:.2f} drafts a block accepted; "
+            f"{not self.declared}: {other:.2f} ({self.num_blocks} blocks)."
+        )
+        if self.is_mislabelled:
+            return f"{measured} The file is mislabelled: load it with config.sample_from_anchor = {not self.declared}."
+        if max(declared, other) < 0.1:
+            return f"{measured} Neither layout accepts anything: it is not this that is wrong, or not this target."
+        return f"{measured} The declared layout is right."
+
+
+@torch.no_grad()
+def probe_layout(
+    drafter: DSparkDrafter, target: PreTrainedModel, prompts: Sequence[torch.Tensor], max_new_tokens: int = 64
+) -> LayoutProbe:
+    """
+    Drafts along the target's own greedy continuations, with the anchor's slot predicting and without.
+
+    ```python
+    >>> prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]  # doctest: +SKIP
+    >>> print(dspark_hf.checkpoints.probe_layout(drafter, target, prompts))  # doctest: +SKIP
+    ```
+
+    Args:
+        drafter: The drafter, in either layout.
+        target: Its target.
+        prompts: Token ids, each `[1, P]`. A few of the kind the drafter was trained on are enough.
+        max_new_tokens: Tokens to continue each prompt by; a block is drafted at every one.
+
+    Raises:
+        ValueError: when the block has a single slot, so that only one layout is possible.
+    """
+    config = drafter.config
+    if config.block_size < 2:
+        raise ValueError(f"block_size={config.block_size}: a block of one slot has one layout only.")
+    matches: dict[bool, list[int]] = {True: [], False: []}
+    for prompt in prompts:
+        sequence = target.generate(prompt.to(target.device), max_new_tokens=max_new_tokens, do_sample=False)
+        indices = config.hidden_state_indices
+        output = target(sequence, output_hidden_states=output_hidden_states(indices))
+        features = context_features(output, indices).to(drafter.device)
+        sequence, cache = sequence.to(drafter.device), DraftCache(len(drafter.layers))
+        for anchor in range(prompt.shape[1], sequence.shape[1] - 1):
+            held = cache.lengths[0]
+            positions = torch.arange(held, anchor, device=drafter.device)[None]
+            drafter.extend_cache(cache, features[:, held:anchor], positions)  # type: ignore[arg-type]
+            hidden_states = _block_hidden_states(drafter, target, sequence[:, anchor], anchor, cache)
+            for layout, counts in matches.items():
+                predicting = hidden_states if layout else hidden_states[:, 1:]
+                drafts = _greedy_drafts(drafter, target, sequence[:, anchor], predicting)
+                following = sequence[0, anchor + 1 : anchor + 1 + len(drafts)]
+                right = drafts[: len(following)] == following
+                counts.append(int(right.long().cumprod(0).sum()))
+    num_blocks = len(matches[True])
+    means = {layout: sum(counts) / max(num_blocks, 1) for layout, counts in matches.items()}
+    return LayoutProbe(config.sample_from_anchor, means, num_blocks)
+
+
+def _block_hidden_states(
+    drafter: DSparkDrafter, target: PreTrainedModel, anchor_ids: torch.Tensor, anchor: int, cache: DraftCache
+) -> torch.Tensor:
+    """Normed hidden states of the block whose anchor is at position `anchor`, `[1, G, D]`."""
+    config = drafter.config
+    block_ids = torch.full((1, config.block_size), config.mask_token_id, device=anchor_ids.device)
+    block_ids[:, 0] = anchor_ids
+    positions = anchor + torch.arange(config.block_size, device=anchor_ids.device)[None]
+    output = drafter(block_ids, positions, draft_cache=cache, embeddings=drafter.bind(target))  # type: ignore[arg-type]
+    return output.last_hidden_state
+
+
+def _greedy_drafts(
+    drafter: DSparkDrafter, target: PreTrainedModel, previous: torch.Tensor, hidden_states: torch.Tensor
+) -> torch.Tensor:
+    """The most likely drafts `[G]` of the predicting slots' `hidden_states` `[1, G, D]`, after the token `previous`."""
+    base_logits = drafter.base_logits(hidden_states, drafter.bind(target))  # [1, G, V_draft]
+    state, drafts = None, []
+    for slot in range(base_logits.shape[1]):
+        scores = base_logits[:, slot]
+        if (head := drafter.markov_head) is not None:
+            step, state = head.step(previous, hidden_states[:, slot], state)  # type: ignore[arg-type]
+            scores = scores + head.markov_w2(step)
+        previous = scores.argmax(-1)
+        if drafter.draft_token_ids is not None:
+            previous = drafter.draft_token_ids[previous]
+        drafts.append(previous)
+    return torch.cat(drafts)

@@ -1,0 +1,204 @@
+"""From files to a drafter's configuration and tensors: recognise the format, translate, and check before loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..configuration_dspark import DSparkConfig
+from . import dspark, gguf, modelopt, muse_glimmer, native, specforge, speculators, zlab
+from .fields import draft_token_ids
+from .files import (
+    FLOAT_TYPES,
+    ID_TYPES,
+    SafetensorsSource,
+    Shape,
+    Source,
+    TensorInfo,
+    printable,
+    read_config,
+    read_generation_settings,
+    read_tensor_index,
+    read_weight_map,
+)
+from .unsupported import refuse_unsupported
+
+# In the order they are tried.
+FORMATS: tuple[ModuleType, ...] = (dspark, speculators, modelopt, native, specforge, zlab, muse_glimmer)
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+# Frozen copies of the target's tensors, which the drafter does without where it borrows the target's own.
+OPTIONAL_TENSORS = ("embed_tokens.weight", "lm_head.weight")
+
+# The spellings of a name that differ between formats; the rest of a name is the same everywhere.
+PREFIXES = {
+    "model.": "",
+    "logit_head.": "",
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "gate_proj.": "markov_head.gate_proj.",
+    "joint_proj.": "markov_head.joint_proj.",
+    "confidence_proj.": "confidence_head.proj.",
+}
+NAMES = muse_glimmer.NAMES | {"d2t": "draft_token_ids", "mask_embedding.weight": "mask_embedding"}
+
+# Which tokens a draft vocabulary holds, said a second time; and what speculators keeps of its verifier.
+BESIDE = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+
+MOST_PROBLEMS = 20
+
+
+def our_name(name: str) -> str:
+    """The drafter's name of a tensor that a public format calls `name`."""
+    for prefix, ours in PREFIXES.items():
+        if name.startswith(prefix):
+            name = ours + name.removeprefix(prefix)
+    return NAMES.get(name, name)
+
+
+@dataclass
+class Checkpoint:
+    """
+    A drafter's files, understood but with no weights read.
+
+    Args:
+        path: Where they are.
+        format_name: The public format they are in.
+        config: The drafter's configuration.
+        tensors: What the files hold, under the drafter's names.
+        source: The files.
+        beside: Tensors of the format that are not the drafter's.
+        generation_settings: The settings of a round, where the files have them.
+    """
+
+    path: Any
+    format_name: str
+    config: DSparkConfig
+    tensors: dict[str, TensorInfo]
+    source: Source
+    beside: dict[str, TensorInfo]
+    generation_settings: dict[str, Any]
+
+    @property
+    def loads_by_name(self) -> bool:
+        """Whether every tensor goes into the drafter as it is in the files, so that transformers can load it lazily."""
+        same_names = all(name == info.name for name, info in self.tensors.items())
+        return isinstance(self.source, SafetensorsSource) and same_names and not self.beside
+
+    def check_tensors(self, expected: dict[str, Shape]) -> None:
+        """
+        Compares the files with what the configuration asks for.
+
+        Raises:
+            ValueError: one message with all missing, unexpected, wrongly shaped and wrongly typed tensors.
+        """
+        if problems := sorted(self._problems(expected)):
+            if len(problems) > MOST_PROBLEMS:
+                problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS} more"]
+            raise ValueError(
+                f"The tensors of {self.path} do not fit its configuration, so it was not loaded:\n"
+                + "\n".join(f"- {problem}" for problem in problems)
+            )
+
+    def _problems(self, expected: dict[str, Shape]) -> Iterator[str]:
+        yield from (f"missing: {name} {list(shape)}" for name, shape in expected.items() if name not in self.tensors)
+        for name, (shape, dtype, *_) in self.tensors.items():
+            if name not in expected:
+                if name not in OPTIONAL_TENSORS:
+                    yield f"unexpected: {printable(name)} {list(shape)}"
+                continue
+            if shape != expected[name]:
+                yield f"wrong shape: {name} is {list(shape)}, the configuration asks for {list(expected[name])}"
+            allowed = ID_TYPES if name == "draft_token_ids" else FLOAT_TYPES
+            if dtype not in allowed:
+                yield f"wrong type: {name} is {dtype}, it can be {', '.join(sorted(allowed))}"
+
+    def read_tensors(self, names: set[str]) -> dict[str, torch.Tensor]:
+        """The drafter's tensors of the given names."""
+        tensors = self.source.read({name: info for name, info in self.tensors.items() if name in names})
+        if "draft_token_ids" in tensors and self.tensors["draft_token_ids"].name == "d2t":
+            marked = self.source.read({n: info for n, info in self.beside.items() if n == "t2d"}).get("t2d")
+            tensors["draft_token_ids"] = draft_token_ids(tensors["draft_token_ids"], marked, self.config.vocab_size)
+        return tensors
+
+
+def read_checkpoint(
+    path: Any, config: DSparkConfig | None, kwargs: dict[str, Any], headers_only: bool = False
+) -> Checkpoint:
+    """
+    Finds a checkpoint, recognises its format and reads its configuration and tensor index; no weights are read.
+
+    Args:
+        path: Folder or Hub repository, or a GGUF file.
+        config: Used instead of the checkpoint's own configuration.
+        kwargs: Arguments of `from_pretrained`, of which those that choose a file on the Hub are used.
+        headers_only: Do not fetch the weights of a repository on the Hub; then they cannot be read either.
+
+    Raises:
+        OSError: when the configuration or the weights cannot be found or read.
+        ValueError: when no known format fits, or a known one is not supported.
+    """
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+    source, reader = open_source(path, hub, kwargs.get("gguf_file"), headers_only)
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in source.tensors.items():
+        if tensors.setdefault(our_name(name), info) is not info:
+            raise ValueError(f"{path} holds {printable(our_name(name))} twice, as {printable(name)} too.")
+    beside = {name: tensors.pop(name) for name in BESIDE if name in tensors}
+    if config is None:
+        config = translate(path, reader, source.config, tensors)
+    if config.draft_vocab_size is None and "draft_token_ids" in tensors:
+        beside["d2t"] = tensors.pop("draft_token_ids")  # The full vocabulary, spelled out.
+    settings = read_generation_settings(path, hub) if isinstance(source, SafetensorsSource) else {}
+    return Checkpoint(path, reader.NAME, config, tensors, source, beside, settings)
+
+
+def open_source(
+    path: Any, hub: dict[str, Any], gguf_file: str | None = None, headers_only: bool = False
+) -> tuple[Source, ModuleType]:
+    """The files of a checkpoint and the module that understands them."""
+    if gguf_file is not None or str(path).endswith(".gguf"):
+        return gguf.open_source(path, gguf_file, hub), gguf
+    raw = read_config(path, hub)
+    weight_map = read_weight_map(path, hub, headers_only)
+    if weight_map is not None:  # By name alone, before shards that may be as large as a target are fetched.
+        refuse_unsupported(path, raw, {name: TensorInfo((), "", name, "") for name in weight_map})
+    tensors = read_tensor_index(path, weight_map, hub, headers_only)
+    renamed = {our_name(name): info for name, info in tensors.items()}
+    refuse_unsupported(path, raw, renamed)
+    reader = next((reader for reader in FORMATS if reader.recognise(raw, renamed)), None)
+    if reader is None:
+        raise ValueError(
+            f"{path} is not a DSpark drafter in a format known here: model_type={raw.get('model_type')!r}, "
+            f"architectures={raw.get('architectures')}. Known: {', '.join(reader.NAME for reader in FORMATS)}, "
+            f"with architectures such as {', '.join(native.ARCHITECTURES)}, DSparkDraftModel and DFlashDraftModel."
+        )
+    return SafetensorsSource(raw, tensors), reader
+
+
+def translate(path: Any, reader: ModuleType, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+    """
+    The drafter's configuration.
+
+    Raises:
+        ValueError: when it cannot be made of what the files say.
+    """
+    try:
+        config: DSparkConfig = reader.read_config(raw, tensors)
+        config.check()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        said = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"The configuration of {path} ({reader.NAME}) cannot be used. {said}") from error
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    if len(layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"The tensors of {path} do not fit its configuration: they are of {len(layers)} layers, num_hidden_layers is "
+            f"{config.num_hidden_layers}."
+        )
+    config.name_or_path = str(path)
+    return config

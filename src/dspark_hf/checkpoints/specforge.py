@@ -1,0 +1,28 @@
+"""SpecForge's DSpark checkpoints (`RadixArk/*-DSpark`): z-lab's layout with heads, and with an anchor that predicts.
+
+The drafter's fields are in `dflash_config`. Files written by early versions prefix the heads' tensors with `logit_head.`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..configuration_dspark import DSparkConfig
+from .fields import Fields, flat_config
+from .files import TensorInfo
+
+NAME = "SpecForge"
+
+
+def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    return "DSparkDraftModel" in (config.get("architectures") or ())
+
+
+def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+    fields = Fields(config)
+    options: dict[str, Any] = {}
+    # Where only the loss weight of the confidence head is named, the head exists when it had a weight.
+    alpha = fields.get("confidence_head_alpha")
+    if fields.get("enable_confidence_head") is None and alpha is not None and not alpha > 0:
+        options["enable_confidence_head"] = False
+    return flat_config(config, tensors, sample_from_anchor=True, **options)

@@ -1,0 +1,128 @@
+"""vLLM's "speculators" checkpoints (`RedHatAI/*-speculator.dspark`), DSpark and DFlash.
+
+The decoder's configuration is in `transformer_layer_config`, the layers are Qwen3's whatever its model type. Layer ids count
+inputs: `aux_hidden_state_layer_ids` j is `hidden_states[j]`. Until July 2026 the anchor of every such drafter predicted
+nothing, so that is how a file without `sample_from_anchor` is read. Embedding and LM head are the target's; older files
+hold copies. `d2t` holds offsets.
+
+A sliding layer's window is read as vLLM serves it, counted back from each slot; in training it counts from the anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from ..configuration_dspark import DSparkConfig
+from .engines import layer_family, unknown_to_engines
+from .fields import decoder_dict, flat_config, head_dict
+from .files import TensorInfo
+
+NAME = "speculators"
+
+
+def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    return config.get("speculators_model_type") in ("dspark", "dflash")
+
+
+def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+    """
+    Raises:
+        ValueError: when the taps are missing, or the head is a recurrent one whose anchor does not predict: its recurrence
+            starts at the anchor there, and at the first predicted slot here.
+    """
+    layers = decoder_fields(config.get("transformer_layer_config"))
+    inputs = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(inputs, list):
+        raise ValueError(
+            "The drafter's configuration has no aux_hidden_state_layer_ids, so nothing says which target layers feed it."
+        )
+    rope = layers.get("rope_parameters") or {}
+    own = {name: value for name, value in config.items() if name != "transformer_layer_config"}
+    own |= {
+        "target_layer_ids": [layer_id - 1 for layer_id in inputs],
+        "rope_parameters": rope.get("sliding_attention") or rope,
+        "target_name_or_path": verifier(config),
+    }
+    options: dict[str, Any] = {}
+    if config.get("sliding_window_non_causal"):
+        options["is_causal"] = False
+    read = flat_config(layers | own, tensors, sample_from_anchor=False, **options)
+    if read.markov_rank and read.markov_head_type == "rnn" and not read.sample_from_anchor:
+        raise ValueError(
+            "This drafter's recurrent head starts at the anchor's slot although that slot predicts nothing, which is not "
+            "supported. Drafters with a vanilla or gated head, or with sample_from_anchor, are."
+        )
+    return read
+
+
+def decoder_fields(layers: Any) -> dict[str, Any]:
+    """The decoder's fields with the defaults of its class: the file may leave out what equals them."""
+    if not isinstance(layers, dict):
+        raise ValueError("The drafter's configuration has no transformer_layer_config, so its layers are unknown.")
+    options = {name: value for name, value in layers.items() if name != "model_type"}
+    model_type = layers.get("model_type", "qwen3")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"transformer_layer_config is of model_type {model_type!r}, which transformers does not know.")
+    complete = CONFIG_MAPPING[model_type](**options).to_dict()
+    # The class drops a window that `use_sliding_window` does not switch on; what the file says about windows counts.
+    return complete | {name: layers[name] for name in ("sliding_window", "layer_types") if name in layers}
+
+
+def verifier(config: dict[str, Any]) -> str | None:
+    return ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+
+
+def limits(config: DSparkConfig) -> Iterator[str]:
+    """What the speculators package does not know of this drafter."""
+    yield from unknown_to_engines(config, mixed_causality=True)
+    if layer_family(config) == "gemma4":
+        yield "its draft layers are Qwen3's"
+    if config.attention_sinks or config.rotary_interleaved:
+        yield "it has no attention sinks and no interleaved rotation"
+
+
+def write_config(config: DSparkConfig, target_architectures: list[str]) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: when the drafter does not know its target's name, which every reader asks for.
+    """
+    if not config.target_name_or_path:
+        raise ValueError(
+            "A speculators checkpoint names its target: set drafter.config.target_name_or_path to the repository it is for."
+        )
+    kind = "dspark" if config.markov_rank or config.enable_confidence_head else "dflash"
+    heads = head_dict(config) if kind == "dspark" else {}
+    causal = [
+        config.layer_is_causal(i) for i, kind in enumerate(config.layer_types or []) if kind == "sliding_attention"
+    ]
+    return {
+        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": config.num_draft_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": config.target_name_or_path, "architectures": target_architectures},
+        },
+        "transformer_layer_config": decoder_dict(config),
+        "draft_vocab_size": config.logits_size,
+        "block_size": config.block_size,
+        "target_hidden_size": config.target_hidden_size if config.target_hidden_size != config.hidden_size else None,
+        "aux_hidden_state_layer_ids": config.hidden_state_indices,
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": bool(causal) and not causal[0],
+        "sample_from_anchor": config.sample_from_anchor,
+        **heads,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,146 @@
+"""Drafters that are recognised and not loaded: other methods, and layers or weights that are not implemented here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .files import TensorInfo
+
+Test = Callable[[dict[str, Any], dict[str, TensorInfo]], bool]
+
+
+class Unsupported(NamedTuple):
+    """
+    A kind of drafter that is not loaded.
+
+    Args:
+        name: What it is.
+        applies: Whether a configuration and tensors are of this kind.
+        needs: What it would take, or what to do instead.
+    """
+
+    name: str
+    applies: Test
+    needs: str
+
+
+class UnsupportedDrafterError(ValueError):
+    """
+    A drafter of a kind that is recognised and not loaded.
+
+    Attributes:
+        kind ([`Unsupported`]): What it is.
+        config, tensors: What its files say, for showing it.
+    """
+
+    def __init__(self, path: Any, kind: Unsupported, config: dict[str, Any], tensors: dict[str, TensorInfo]):
+        super().__init__(f"{path} is a {kind.name} drafter, which is not loaded here. {kind.needs}")
+        self.kind, self.config, self.tensors = kind, config, tensors
+
+
+def named(*architectures: str) -> Test:
+    return lambda config, tensors: any(name in architectures for name in config.get("architectures") or ())
+
+
+def with_tensor(part: str) -> Test:
+    return lambda config, tensors: any(part in info.name for info in tensors.values())
+
+
+def either(*tests: Test) -> Test:
+    return lambda config, tensors: any(test(config, tensors) for test in tests)
+
+
+def is_embedded(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    """A drafter inside its target's repository (DeepSeek-V4)."""
+    text = config.get("text_config")
+    places = [config] + ([text] if isinstance(text, dict) else [])
+    declared = any("dspark_block_size" in place or "dspark_target_layer_ids" in place for place in places)
+    return declared and any(info.name.startswith("mtp.") for info in tensors.values())
+
+
+def is_quantized(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    packed = (".weight_scale", ".weight_packed", ".weight_zero_point", ".qweight", ".scales")
+    return bool(config.get("quantization_config")) or any(
+        packing in i.name for i in tensors.values() for packing in packed
+    )
+
+
+def has_gated_queries(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    """Qwen3.5's attention: the query projection gives an output gate as well, so it is twice as wide."""
+    query, output = (tensors.get(f"layers.0.self_attn.{name}_proj.weight") for name in ("q", "o"))
+    # Shapes are not known yet where only an index was read.
+    return query is not None and output is not None and query.shape != () and query.shape[0] == 2 * output.shape[-1]
+
+
+def is_speculators_kind(kind: str) -> Test:
+    return lambda config, tensors: config.get("speculators_model_type") == kind
+
+
+UNSUPPORTED = (
+    Unsupported(
+        "DeepSeek-V4 embedded DSpark",
+        is_embedded,
+        "Its stages have mixture-of-experts layers, four residual streams and a latent key/value projection, none of which "
+        "is implemented here yet. vLLM and SGLang serve it from the target's repository.",
+    ),
+    Unsupported(
+        "DFlash2",
+        either(named("DFlash2DraftModel"), with_tensor("candidate_selector."), is_speculators_kind("dflash2")),
+        "It would need DFlash2's convolutions in the layers and its candidate selector.",
+    ),
+    Unsupported(
+        "Domino", with_tensor("prefix_gru."), "It would need Domino's GRU over the prefix and its embedding projection."
+    ),
+    Unsupported(
+        "xpress",
+        either(with_tensor("refiner_head."), is_speculators_kind("xpress")),
+        "It would need xpress's refiner head.",
+    ),
+    Unsupported(
+        "latent-attention (MLA)",
+        either(named("K3DSparkModel"), with_tensor("kv_a_proj_with_mqa.")),
+        "It would need multi-head latent attention in the draft layers.",
+    ),
+    Unsupported(
+        "noise-conditioned (Bonsai)",
+        with_tensor("log_snr"),
+        "It would need the log-SNR embedding that is added to the block's inputs.",
+    ),
+    Unsupported(
+        "Qwen3.5-style DSpark",
+        either(named("Qwen35DSparkModel"), has_gated_queries),
+        "It would need an output gate in the attention and norms that scale by 1 + weight.",
+    ),
+    Unsupported(
+        "Gemma-norm",
+        lambda config, tensors: bool(config.get("use_gemma_norm")),
+        "Its norms would need an offset of 1 on their weights.",
+    ),
+    Unsupported(
+        "quantized",
+        is_quantized,
+        "Only drafters in F32, F16 or BF16 are loaded: load its unquantized sibling, or dequantize it with the tool that "
+        "made it (NVFP4: NVIDIA ModelOpt).",
+    ),
+    Unsupported("EAGLE-3", with_tensor("midlayer."), "EAGLE-3 drafts token by token, which is another method."),
+)
+
+
+def refuse_unsupported(path: Any, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+    """Raises [`UnsupportedDrafterError`] for a drafter of a kind that is known and not loaded."""
+    for kind in UNSUPPORTED:
+        if kind.applies(config, tensors):
+            raise UnsupportedDrafterError(path, kind, config, tensors)
+
+
+def embedded_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The `dspark_*` keys of a target's configuration."""
+    text = config.get("text_config")
+    merged = config | (text if isinstance(text, dict) else {})
+    return {name: value for name, value in merged.items() if name.startswith("dspark_")}
+
+
+def num_stages(tensors: dict[str, TensorInfo]) -> int:
+    """Stages of an embedded drafter. Its configuration does not count them; the tensors `mtp.<stage>.` do."""
+    return len({info.name.split(".")[1] for info in tensors.values() if info.name.startswith("mtp.")})

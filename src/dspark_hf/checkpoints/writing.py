@@ -1,0 +1,303 @@
+"""Writing a drafter for other software: translate, write beside the destination, read back, compare, then move there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+
+from ..configuration_dspark import DSparkConfig
+from . import engine_file, engines, modelopt, native, speculators
+from .reading import read_checkpoint
+
+if TYPE_CHECKING:
+    from ..modeling_dspark import DSparkDrafter
+
+EXPORT_FORMATS = ("native", "vllm-sglang", "speculators", "modelopt")
+
+FORMAT_NAMES = {
+    "native": engines.NATIVE,
+    "vllm-sglang": engines.ENGINE_FILE,
+    "speculators": engines.SPECULATORS,
+    "modelopt": engines.MODELOPT,
+}
+
+# Which engines a format is written for.
+MADE_FOR = {
+    "native": ("vLLM", "SGLang"),
+    "vllm-sglang": ("vLLM", "SGLang", "llama.cpp"),
+    "speculators": ("vLLM", "llama.cpp"),
+    "modelopt": ("TensorRT-LLM",),
+}
+
+# What the software of a format does not know.
+LIMITS: dict[str, Callable[[DSparkConfig], Iterator[str]]] = {
+    "native": native.limits,
+    "speculators": speculators.limits,
+}
+
+# Fields that say something about a drafter without changing what it drafts; a format may have no place for them.
+DESCRIPTIVE = {
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "has_embed_tokens",
+    "has_lm_head",
+    "initializer_range",
+    "is_causal",  # Compared layer by layer.
+    "name_or_path",
+    "_name_or_path",
+    "num_target_layers",
+    "pad_token_id",
+    "target_name_or_path",
+    "transformers_version",
+}
+
+EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass
+class Export:
+    """
+    What was written.
+
+    Args:
+        path: The folder.
+        format: The format's key, one of `EXPORT_FORMATS`.
+        launch: The command for each engine that serves the file.
+        refused: For each engine that does not, why.
+        notes: What is good to know about the file.
+    """
+
+    path: Path
+    format: str
+    launch: dict[str, str]
+    refused: dict[str, list[str]]
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"Wrote {self.path} ({self.format})."]
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  {engine}: {command}" for engine, command in self.launch.items()]
+        lines += [f"  not for {engine}: {'; '.join(reasons)}" for engine, reasons in self.refused.items()]
+        return "\n".join(lines)
+
+
+def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
+    """
+    Writes a drafter in a public format. Nothing appears at `dst` before the file was read back and found to be the same
+    drafter, bit for bit.
+
+    ```python
+    >>> print(dspark_hf.checkpoints.export(drafter, "my-drafter", format="vllm-sglang"))  # doctest: +SKIP
+    ```
+
+    Args:
+        drafter (`DSparkDrafter`): The drafter. The native format and a reduced draft vocabulary want its target's
+            embedding or LM head in the file: call `drafter.bind(target)` first.
+        dst: A folder that does not exist or is empty.
+        format (`str`):
+            `"native"` for DeepSpec, `"vllm-sglang"` for one file that both engines load, `"speculators"` for vLLM and the
+            speculators package, `"modelopt"` for TensorRT-LLM.
+
+    Returns:
+        [`Export`], which prints as the launch command of each engine and the reasons of those that cannot serve it.
+
+    Raises:
+        ValueError: when the format cannot hold this drafter, or none of the engines it is for can serve it.
+        FileExistsError: when `dst` holds something.
+    """
+    if format not in EXPORT_FORMATS:
+        raise ValueError(f"format must be one of {EXPORT_FORMATS}, got {format!r}.")
+    dst = Path(dst)
+    if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
+        raise FileExistsError(f"{dst} already holds something: choose a new folder.")
+    check_servable(drafter.config, dst, format)
+    config, tensors = translate(drafter, format)
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".export-", dir=dst.parent))
+    try:
+        (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(tensors, draft / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        check_written(drafter, draft, format)
+        draft.chmod(0o777 & ~_umask())
+        if dst.exists():
+            dst.rmdir()
+        os.replace(draft, dst)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return report(drafter, dst, format)
+
+
+def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
+    """Raises `ValueError` when what a format is for does not know this drafter, or every engine it is for refuses it."""
+    if format in LIMITS and (unknown := list(LIMITS[format](config))):
+        raise ValueError(
+            f"The {format} format cannot hold this drafter:\n" + "\n".join(f"- {part}" for part in unknown)
+        )
+    reasons = engines.obstacles(config, FORMAT_NAMES[format])
+    made_for = [engine for engine in MADE_FOR[format] if engine != "llama.cpp"]
+    if format in ("vllm-sglang", "modelopt") and all(reasons[engine] for engine in made_for):
+        listed = "\n".join(f"- {engine}: {reason}" for engine in made_for for reason in reasons[engine])
+        raise ValueError(f"No engine that reads {format} files can serve this drafter:\n{listed}")
+    if format == "vllm-sglang" and config.markov_rank and any(word in dst.name.lower() for word in ("dflash", "eagle")):
+        raise ValueError(
+            f"vLLM takes a drafter at {dst.name!r} for another kind: choose a name without 'dflash' or 'eagle'."
+        )
+
+
+def translate(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The `config.json` and the tensors to write."""
+    config = drafter.config
+    if format == "native" or config.draft_vocab_size:
+        drafter = owning(drafter)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    if format != "native":
+        # Engines and speculators use the target's; of the head only a reduced one is kept.
+        dropped = EMBEDDINGS[:1] if config.draft_vocab_size else EMBEDDINGS
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
+    if (ids := tensors.pop("draft_token_ids", None)) is not None:
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    if format == "modelopt":
+        tensors = {modelopt.their_name(name): tensor for name, tensor in tensors.items()}
+    if format == "speculators":
+        written = speculators.write_config(config, target_architectures(drafter))
+    else:
+        written = {"native": native, "vllm-sglang": engine_file, "modelopt": modelopt}[format].write_config(config)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"Engines want one type for all weights, this drafter has {sorted(dtypes)}: drafter.to(torch.bfloat16)."
+        )
+    return {name: value for name, value in written.items() if value is not None} | {"dtype": dtypes.pop()}, tensors
+
+
+def owning(drafter: DSparkDrafter) -> DSparkDrafter:
+    """
+    The drafter, or a twin of it that owns the embedding and LM head it borrows.
+
+    Raises:
+        ValueError: when it has neither its own nor a target's.
+    """
+    if drafter.lm_head is not None and (drafter.embed_tokens is not None or drafter.config.draft_vocab_size):
+        return drafter
+    return drafter._with_embeddings()
+
+
+def target_architectures(drafter: DSparkDrafter) -> list[str]:
+    target = drafter._bound[0]() if drafter._bound is not None else None
+    return [] if target is None else list(target.config.architectures or [type(target).__name__])
+
+
+def check_written(drafter: DSparkDrafter, folder: Path, format: str) -> None:
+    """
+    Reads a written folder back as anyone would.
+
+    Raises:
+        ValueError: listing what the format changed about the drafter, or could not hold.
+    """
+    checkpoint = read_checkpoint(folder, None, {})
+    problems = list(differences(drafter.config, checkpoint.config))
+    tensors = checkpoint.read_tensors(set(checkpoint.tensors))
+    for name, ours in drafter.state_dict().items():
+        if name in tensors and not _same_bits(ours.detach().cpu(), tensors[name]):
+            problems.append(f"{name} did not come back bit for bit")
+        elif name not in tensors and name not in EMBEDDINGS:
+            problems.append(f"{name} has no place in it")
+        elif ours.is_floating_point() and not torch.isfinite(ours).all():
+            problems.append(f"{name} holds NaN or infinite values")
+    if format != "speculators":
+        problems += list(_parse_problems(folder, drafter.config))
+    if (layers := drafter.config.num_target_layers) and max(drafter.config.target_layer_ids) > layers - 2:
+        problems.append(
+            f"the target's last layer ({layers - 1}) is tapped, which engines read before or after its final norm"
+        )
+    with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as opened:
+        if (opened.metadata() or {}).get("format") != "pt":
+            problems.append("the safetensors file does not say that it is PyTorch's")
+    if problems:
+        raise ValueError(f"The {format} format cannot hold this drafter:\n" + "\n".join(f"- {p}" for p in problems))
+
+
+def differences(ours: DSparkConfig, read: DSparkConfig) -> Iterator[str]:
+    """Fields that came back changed and matter to what is drafted."""
+    first, second = ours.to_dict(), read.to_dict()
+    for name in sorted(first.keys() - DESCRIPTIVE):
+        if first[name] != second.get(name) and not _both_unused(name, ours):
+            yield f"{name}={first[name]!r} would be read as {second.get(name)!r}"
+    causal, again = ([config.layer_is_causal(i) for i in range(len(config.layer_types))] for config in (ours, read))
+    if causal != again:
+        yield f"causal layers {causal} would be read as {again}"
+
+
+def _both_unused(name: str, config: DSparkConfig) -> bool:
+    """Whether nothing in this drafter depends on a field."""
+    return {
+        "markov_head_type": not config.markov_rank,
+        "confidence_head_with_markov": not config.enable_confidence_head,
+        "sliding_window": "sliding_attention" not in config.layer_types,
+    }.get(name, False)
+
+
+def _parse_problems(folder: Path, config: DSparkConfig) -> Iterator[str]:
+    """What transformers' own configuration classes, through which the engines read, would make of the file."""
+    parsed = AutoConfig.from_pretrained(folder)
+    if "sliding_attention" in config.layer_types and parsed.sliding_window != config.sliding_window:
+        yield f"sliding_window={config.sliding_window} is read as {parsed.sliding_window}"
+    rope = parsed.rope_parameters
+    theta = rope.get("full_attention", rope).get("rope_theta")
+    if theta != config.rope_parameters["rope_theta"]:
+        yield f"rope_theta={config.rope_parameters['rope_theta']} is read as {theta}"
+
+
+def report(drafter: DSparkDrafter, dst: Path, format: str) -> Export:
+    config = drafter.config
+    reasons = engines.obstacles(config, FORMAT_NAMES[format])
+    made_for = MADE_FOR[format]
+    notes = []
+    if drafter.dtype != torch.bfloat16:
+        notes.append(f"weights are {str(drafter.dtype).removeprefix('torch.')}; engines run bfloat16, half the size")
+    if not config.sample_from_anchor:
+        notes.append(
+            f"the anchor predicts nothing: a block of {config.block_size} gives {config.num_draft_tokens} drafts"
+        )
+        if format == "vllm-sglang":
+            notes.append("needs SGLang 0.5.19 or newer")
+    if format == "speculators" and config.sample_from_anchor:
+        notes.append("needs vLLM 0.27 or newer; older ones take the anchor for a slot that predicts nothing")
+    if config.num_target_layers is None:
+        notes.append("the target's number of layers is unknown, so that its last is not tapped could not be checked")
+    return Export(
+        path=dst,
+        format=format,
+        launch={e: engines.launch_command(e, config, dst) for e in made_for if not reasons[e]},
+        refused={e: reasons[e] for e in reasons if reasons[e] and e in {*made_for, "vLLM", "SGLang"}},
+        notes=notes,
+    )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

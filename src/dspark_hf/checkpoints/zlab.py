@@ -1,0 +1,28 @@
+"""z-lab's DFlash checkpoints (`z-lab/*-DFlash*`): the backbone alone, with the target's embedding and LM head.
+
+The anchor's slot predicts nothing: a block of 16 gives 15 drafts. The embedding rows are the raw ones, unscaled even for
+targets that scale them. Fields may be at the top level or in `dflash_config`, which wins.
+
+Some of these files do carry a sequential head; its tensors make them DSpark drafters, whose anchor predicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..configuration_dspark import DSparkConfig
+from .fields import Fields, flat_config, rotation
+from .files import TensorInfo
+
+NAME = "z-lab DFlash"
+
+
+def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    return "DFlashDraftModel" in (config.get("architectures") or ())
+
+
+def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+    has_head = any(name.startswith("markov_head.") for name in tensors) or bool(Fields(config).get("markov_rank"))
+    # MiMo's layers, told by their scaled values, really rotate a part of the head; elsewhere the factor is inherited.
+    rope = rotation(config, keep_partial=Fields(config).get("attention_value_scale") is not None)
+    return flat_config(config, tensors, sample_from_anchor=has_head, block_size=16, rope_parameters=rope)

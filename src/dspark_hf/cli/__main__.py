@@ -1,0 +1,5 @@
+"""`python -m dspark_hf.cli`."""
+
+from . import main
+
+main()

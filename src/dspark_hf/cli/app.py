@@ -1,0 +1,44 @@
+"""The commands, gathered."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .bench import bench
+from .chat import chat
+from .env import env
+from .sweep import sweep
+
+app = typer.Typer(
+    name="dspark-hf",
+    help="DSpark speculative decoding for Hugging Face transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from ..evaluation.environment import environment
+
+        typer.echo(environment()["packages"]["dspark-hf"])
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """DSpark speculative decoding for Hugging Face transformers."""
+
+
+app.command()(bench)
+app.command()(sweep)
+app.command()(chat)
+app.command()(env)

@@ -1,0 +1,85 @@
+"""`dspark-hf inspect`."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import Device, Dtype, Json
+
+if TYPE_CHECKING:
+    from ..checkpoints import LayoutProbe
+
+# What the probe continues when --target is given: everyday prompts, a few tens of tokens of answer each.
+PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 120 km in 1.5 hours. What is its average speed? Think step by step.",
+    "List the planets of the solar system in order, with one fact about each.",
+)
+
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
+Subfolder = Annotated[str | None, typer.Option(help="Folder inside the repository.")]
+
+
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="The drafter: a folder, a GGUF file or a repository of the Hub.")],
+    target: Annotated[
+        str | None,
+        typer.Option("--target", "-t", help="Its target: drafts with it in both slot layouts and says which is right."),
+    ] = None,
+    revision: Revision = None,
+    subfolder: Subfolder = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens the probe continues each prompt by.")] = 64,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """
+    Say what a drafter is: format, geometry, slot layout, taps, heads, oddities, and which engines can serve it.
+    """
+    from ..checkpoints import inspect_checkpoint
+
+    hub = {"revision": revision, "subfolder": subfolder or ""}
+    found = inspect_checkpoint(checkpoint, **hub)
+    probe = None
+    if target is not None and found.refusal is None:
+        probe = _probe(checkpoint, target, hub, max_new_tokens, dtype, device)
+    if json:
+        shown: dict[str, Any] = found.to_dict()
+        if probe is not None:
+            shown["probe"] = {
+                "declared": probe.declared,
+                "accepted_drafts": {str(layout): mean for layout, mean in probe.acceptance.items()},
+                "num_blocks": probe.num_blocks,
+                "is_mislabelled": probe.is_mislabelled,
+            }
+        typer.echo(json_module.dumps(shown, indent=2, default=str))
+        return
+    typer.echo(str(found))
+    if probe is not None:
+        typer.echo(f"  probe: {probe}")
+
+
+def _probe(
+    checkpoint: str, target_name: str, hub: dict[str, Any], max_new_tokens: int, dtype: str, device: str | None
+) -> LayoutProbe:
+    from ..checkpoints import probe_layout
+    from ..modeling_dspark import DSparkDrafter
+    from .loading import load_target
+
+    target, tokenizer = load_target(target_name, dtype, device)
+    drafter = DSparkDrafter.from_pretrained(checkpoint, dtype=target.dtype, **hub).to(target.device).eval()
+    prompts = []
+    for text in PROMPTS:
+        if tokenizer.chat_template:
+            messages = [{"role": "user", "content": text}]
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            encoded = tokenizer(text, return_tensors="pt")
+        prompts.append(encoded["input_ids"])
+    return probe_layout(drafter, target, prompts, max_new_tokens)

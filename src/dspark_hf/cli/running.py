@@ -1,0 +1,147 @@
+"""What `bench` and `sweep` have in common: run with progress shown, then report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..evaluation import BenchSettings, Method, Task
+    from ..evaluation.runner import Progress
+
+
+def run(
+    target: Any,
+    tokenizer: Any,
+    methods: list[Method],
+    tasks: list[Task],
+    settings: BenchSettings,
+    output: Path,
+    others: dict[str, Any],
+    profile: bool = False,
+) -> dict[str, Any]:
+    """
+    Measures what is not measured yet, with progress on standard error.
+
+    Args:
+        target, tokenizer, methods, tasks, settings: As for [`~dspark_hf.evaluation.run_bench`].
+        output: Folder of the run.
+        others: What else the measurements depend on.
+        profile: Also profile our methods.
+
+    Returns:
+        The document of the run.
+    """
+    from ..evaluation.document import build_document
+    from ..evaluation.profiling import profile_methods
+    from ..evaluation.records import RecordFile
+    from ..evaluation.runner import default_file, run_bench, run_settings
+
+    described = run_settings(
+        methods=methods,
+        tasks=tasks,
+        settings=settings,
+        target_name=others.pop("target"),
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        **others,
+    )
+    file = RecordFile(default_file(output), described)
+    try:
+        with _ShownProgress() as shown:
+            run_bench(target, tokenizer, methods, tasks, settings, file, shown.update)
+        profiles = profile_methods(target, tokenizer, methods, tasks, settings) if profile else None
+        return build_document(methods, tasks, described, file, profiles)
+    finally:
+        file.close()
+
+
+def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: dict[str, Any] | None = None) -> None:
+    """
+    Writes `results.json`, the figures and `report.html`, and prints the results.
+
+    Args:
+        document: As `run` returned it.
+        output: Folder of the run.
+        as_json: Print the document instead of tables.
+        more_figures: Figures beside those of every run.
+    """
+    from rich.console import Console
+
+    from ..evaluation.figures import as_png, figures_of
+    from ..evaluation.report import print_report, write_html
+
+    (output / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    pngs = {}
+    try:
+        pngs = {name: as_png(figure) for name, figure in ((more_figures or {}) | figures_of(document)).items()}
+    except ImportError as error:
+        print(f"{error} The report has no figures.", file=sys.stderr)
+    for name, png in pngs.items():
+        (output / f"{name}.png").write_bytes(png)
+    write_html(document, output / "report.html", pngs)
+    if as_json:
+        print(json.dumps(document))
+        return
+    # Piped output has no width of its own; a table that is cut to 80 columns is of no use to anyone.
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    print_report(document, console)
+    print(f"Report: {output / 'report.html'}")
+
+
+class _ShownProgress:
+    """A progress bar on a terminal; elsewhere a line now and then."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.console = Console(stderr=True)
+        self._num_lines = 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("measuring", total=None, left="")
+
+    def __enter__(self) -> _ShownProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Shows how far the run is, and every answer that differs."""
+        from dataclasses import asdict
+
+        from ..evaluation.report import difference_text
+
+        if progress.difference is not None:
+            self.console.print(f"different: {difference_text(asdict(progress.difference))}", highlight=False)
+            return
+        left = f"{duration(progress.left_s)} left" if progress.left_s is not None else ""
+        record = progress.record
+        tokens = sum(len(turn.output_ids) for turn in record.turns)
+        seconds = sum(turn.seconds for turn in record.turns)
+        what = f"{record.task} {record.prompt} {record.method}: {tokens / seconds:.1f} tokens/s"
+        self._bar.update(self._task, total=progress.total, completed=progress.done, left=left, description=what)
+        step = max(progress.total // 20, 1)
+        if not self.console.is_terminal and (
+            progress.done // step > self._num_lines or progress.done == progress.total
+        ):
+            self._num_lines = progress.done // step
+            self.console.print(f"{progress.done}/{progress.total} {what}, {left}", highlight=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """`"1:02:03"` or `"02:03"`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

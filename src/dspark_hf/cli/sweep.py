@@ -1,0 +1,130 @@
+"""`dspark-hf sweep`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from .options import (
+    Device,
+    Drafters,
+    Dtype,
+    Json,
+    MaxNewTokens,
+    MaxPrompts,
+    Output,
+    Seed,
+    Target,
+    Tasks,
+    Temperature,
+    Threads,
+)
+
+if TYPE_CHECKING:
+    from ..evaluation import Method
+
+# What drafters may differ in, by the name of the option and of the configuration.
+FIELDS = {"block-size": "num_draft_tokens", "rank": "markov_rank", "depth": "num_hidden_layers"}
+
+
+def sweep(
+    target: Target,
+    drafter: Drafters,
+    over: Annotated[
+        Literal["tokens", "threshold", "block-size", "rank", "depth"],
+        typer.Option(
+            help="What to vary: drafts a round or the confidence threshold (of each drafter, see --values), or what the "
+            "drafters differ in: block size, rank of the sequential head, layers."
+        ),
+    ],
+    values: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated values for --over tokens or threshold; a choice of them by default."),
+    ] = None,
+    tasks: Tasks = "gsm8k,humaneval,mt-bench",
+    output: Output = Path("sweep"),
+    max_prompts: MaxPrompts = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """
+    Vary one thing and see what it does to acceptance and speed.
+
+    `--over tokens` and `--over threshold` try several settings of each drafter; `--over block-size`, `rank` and `depth`
+    compare drafters that were trained with different ones. Everything is measured as `bench` does it.
+    """
+    from ..evaluation import BenchSettings, plain_method
+    from ..evaluation.figures import sweep_figure
+    from .loading import labels_of, load_drafter, load_target, load_tasks
+    from .running import finish, run
+
+    loaded_tasks = load_tasks(tasks, max_prompts, seed)
+    model, tokenizer = load_target(target, dtype, device, threads)
+    loaded = [load_drafter(name, model) for name in drafter]
+    methods = [plain_method()]
+    for label, one in zip(labels_of(drafter), loaded, strict=True):
+        methods += methods_over(one, label, over, values)
+    settings = BenchSettings(max_new_tokens, temperature, seed)
+    others = {"target": target, "drafters": drafter, "over": over}
+    document = run(model, tokenizer, methods, loaded_tasks, settings, output, others)
+    document["sweep"] = {"over": over, "points": points_of(document)}
+    try:
+        figures = {"sweep": sweep_figure(document["sweep"]["points"], over)}
+    except ImportError:
+        figures = {}  # `finish` says so
+    finish(document, output, json, figures)
+
+
+def methods_over(drafter: Any, label: str, over: str, values: str | None) -> list[Method]:
+    """
+    The methods that one drafter adds to a sweep.
+
+    Raises:
+        typer.BadParameter: for values that are no numbers, or given where the drafters are what varies.
+    """
+    from ..evaluation.methods import dspark_method
+
+    if over in FIELDS:
+        if values is not None:
+            raise typer.BadParameter(f"--values goes with --over tokens or threshold; --over {over} compares drafters.")
+        x = getattr(drafter.config, FIELDS[over])
+        return [dspark_method(drafter, label, threshold=0.0, fields={"x": x, "label": "all drafters"})]
+    longest = drafter.config.num_draft_tokens
+    try:
+        if over == "tokens":
+            numbers = [int(v) for v in values.split(",")] if values else list(range(1, longest + 1))
+            return [
+                dspark_method(drafter, f"{label} {n}", num_tokens=n, threshold=0.0, fields={"x": n, "label": label})
+                for n in numbers
+            ]
+        thresholds = [float(v) for v in values.split(",")] if values else [0.0, 0.2, 0.4, 0.6, 0.8]
+    except ValueError as error:
+        raise typer.BadParameter(f"--values {values} are not numbers.") from error
+    if drafter.confidence_head is None:
+        raise typer.BadParameter(f"--over threshold needs a drafter with a confidence head, and {label} has none.")
+    return [dspark_method(drafter, f"{label} {t:g}", threshold=t, fields={"x": t, "label": label}) for t in thresholds]
+
+
+def points_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points of the figure: every domain (or task, where it is the only one) and value."""
+    kinds = {result["kind"] for result in document["results"]}
+    kind = "domain" if "domain" in kinds else "task"
+    drafters = {result["fields"]["label"] for result in document["results"] if result["fields"]}
+    return [
+        {
+            "label": result["group"] if len(drafters) == 1 else f"{result['fields']['label']}, {result['group']}",
+            "x": result["fields"]["x"],
+            "method": result["method"],
+            "acceptance_length": result["estimates"]["acceptance_length"],
+            "speedup": result["estimates"]["speedup"],
+        }
+        for result in document["results"]
+        if result["kind"] == kind and result["fields"]
+    ]

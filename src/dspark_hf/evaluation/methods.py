@@ -1,0 +1,217 @@
+"""Ways to decode that are compared. Each is nothing but further arguments of the same `target.generate` call."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..modeling_dspark import DSparkDrafter
+
+PLAIN = "plain"
+SLIDING = "sliding layers"
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    Args:
+        name: As it is shown.
+        arguments: For `target.generate`, on top of those that all methods share.
+        drafter: The DSpark drafter, where it is one of ours: its rounds are recorded.
+        fields: What sets it apart from others in a sweep, such as `{"threshold": 0.5}`.
+        keeps_cache: Whether it can go on with the cache of an earlier turn. transformers' assisted generation cannot.
+    """
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    drafter: DSparkDrafter | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    keeps_cache: bool = True
+
+
+def plain_method() -> Method:
+    """`generate` as it is: one token a pass. Everything else is measured against it."""
+    return Method(PLAIN)
+
+
+def prompt_lookup_method(num_tokens: int = 10) -> Method:
+    """transformers' prompt lookup: drafts are copied from the prompt."""
+    return Method("prompt-lookup", {"prompt_lookup_num_tokens": num_tokens}, keeps_cache=False)
+
+
+def assistant_method(assistant: PreTrainedModel) -> Method:
+    """transformers' assisted generation with a small model of the same vocabulary."""
+    return Method("assistant", {"assistant_model": assistant}, keeps_cache=False)
+
+
+def dspark_method(
+    drafter: DSparkDrafter,
+    name: str = "dspark",
+    num_tokens: int | None = None,
+    threshold: float | None = None,
+    fields: dict[str, Any] | None = None,
+) -> Method:
+    """
+    Our loop.
+
+    Args:
+        drafter: The drafter.
+        name: What it is called.
+        num_tokens: Drafts a round; the drafter's own setting by default.
+        threshold: A round's drafts end before the first slot less confident than this. The default, `None`, keeps the
+            drafter's own setting.
+        fields: As in [`Method`].
+    """
+    arguments: dict[str, Any] = {"assistant_model": drafter}
+    if num_tokens is not None:
+        arguments["num_assistant_tokens"] = num_tokens
+    if threshold is not None:
+        arguments["assistant_confidence_threshold"] = threshold
+    return Method(name, arguments, drafter, fields or {})
+
+
+def schedule_method(drafter: DSparkDrafter, schedule: str, label: str = "dspark") -> Method:
+    """
+    Our loop with a schedule given as text.
+
+    Args:
+        drafter: The drafter.
+        schedule: `fixed` (whole blocks), `fixed:N` (N drafts a round) or `threshold:P` (confidence at least P).
+        label: What the drafter is called.
+
+    Raises:
+        ValueError: for any other text, or a threshold where the drafter has no confidence head.
+    """
+    kind, _, value = schedule.partition(":")
+    name = f"{label} {schedule}"
+    if kind == "fixed" and (not value or value.isdigit()):
+        return dspark_method(drafter, name, num_tokens=int(value) if value else None, threshold=0.0)
+    if kind == "threshold" and _is_probability(value):
+        if drafter.confidence_head is None:
+            raise ValueError(f"Schedule {schedule!r} needs a drafter with a confidence head, and {label!r} has none.")
+        return dspark_method(drafter, name, threshold=float(value))
+    raise ValueError(
+        f"Schedule {schedule!r} is none of fixed, fixed:N (drafts a round) and threshold:P (such as threshold:0.5)."
+    )
+
+
+def _is_probability(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def dflash_method(drafter: DSparkDrafter, name: str = "dflash (transformers)") -> Method:
+    """
+    transformers' own DFlash generator with the drafter's weights.
+
+    Raises:
+        ValueError: when the drafter is not a plain DFlash drafter.
+    """
+    arguments = {"assistant_model": DFlashView(drafter), "speculation_type": "dflash"}
+    return Method(name, arguments, keeps_cache=False)
+
+
+def is_dflash(drafter: DSparkDrafter) -> bool:
+    """Whether transformers' DFlash generator can run this drafter: no heads of its own, and all context in sight."""
+    return not _beyond_dflash(drafter)
+
+
+def _beyond_dflash(drafter: DSparkDrafter) -> list[str]:
+    config = drafter.config
+    reasons = {
+        "a sequential head": drafter.markov_head is not None,
+        "a draft vocabulary": bool(config.draft_vocab_size),
+        "an LM head of its own": config.has_lm_head,
+        SLIDING: "sliding_attention" in config.layer_types,
+        "scaled or capped logits": bool(config.final_logit_softcapping) or getattr(config, "logit_scale", 1.0) != 1.0,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+class DFlashView(nn.Module):
+    """
+    A drafter in the shape that transformers' `DFlashTokenCandidateGenerator` expects of its assistant model.
+
+    It keeps keys and values in the cache that the generator brings, as transformers' own drafters do.
+
+    Args:
+        drafter: The drafter.
+        heads_elsewhere: Accept a drafter whose logits take more than the target's LM head: the caller sees to that.
+
+    Raises:
+        ValueError: when the drafter is not a plain DFlash drafter.
+    """
+
+    def __init__(self, drafter: DSparkDrafter, heads_elsewhere: bool = False):
+        super().__init__()
+        reasons = _beyond_dflash(drafter)
+        if heads_elsewhere:
+            reasons = [reason for reason in reasons if reason == SLIDING]
+        if reasons:
+            raise ValueError(f"transformers' DFlash generator cannot run this drafter: it has {', '.join(reasons)}.")
+        self.drafter = drafter
+        self.config = copy.deepcopy(drafter.config)
+        # The generator drops the first slot of a block. Where that slot predicts, one more is asked for.
+        self._adds_slot = drafter.config.sample_from_anchor
+        self.config.block_size += self._adds_slot
+        if _generator_reads_inputs_of_layers():
+            self.config.target_layer_ids = [layer_id + 1 for layer_id in self.config.target_layer_ids]
+        self.generation_config = drafter.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        return self.drafter.device
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor,
+        attention_mask: Any = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+    ) -> BaseModelOutput:
+        """
+        Args:
+            noise_embeds: Embeddings of the block, `[1, G, D]`.
+            context_hidden_states: Features of what was accepted since the last call, `[1, T, m * D_target]`.
+            position_ids: Of both, `[1, T + G]`.
+            attention_mask: Not looked at: a single row without padding sees everything.
+            cache, past_key_values: The cache, by its new and its old name.
+        """
+        cache = cache if cache is not None else past_key_values
+        num_new, num_slots = context_hidden_states.shape[1], noise_embeds.shape[1]
+        hidden_states = noise_embeds.to(self.drafter.dtype)
+        if self._adds_slot:
+            hidden_states = hidden_states[:, :-1]
+        context = self.drafter.project_context(context_hidden_states)  # [1, T, D]
+        context_angles = self.drafter.rotary_emb(context, position_ids[:, :num_new])
+        block_positions = position_ids[:, num_new : num_new + hidden_states.shape[1]]
+        angles = self.drafter.rotary_emb(hidden_states, block_positions)
+        for index, layer in enumerate(self.drafter.layers):
+            keys, values = layer.self_attn.key_values(context, context_angles)
+            # The generator will crop a whole block off: room is made for it, and it is not looked at.
+            pad = (0, 0, 0, num_slots)
+            keys, values = cache.update(nn.functional.pad(keys, pad), nn.functional.pad(values, pad), index)
+            hidden_states = layer(hidden_states, angles, (keys[:, :, :-num_slots], values[:, :, :-num_slots]), None)
+        hidden_states = self.drafter.norm(hidden_states)
+        if self._adds_slot:
+            hidden_states = nn.functional.pad(hidden_states, (0, 0, 1, 0))
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+
+def _generator_reads_inputs_of_layers() -> bool:
+    """Older versions of the generator read `hidden_states[i]` for layer id `i`, newer ones `hidden_states[i + 1]`."""
+    import inspect
+
+    from transformers.generation import DFlashTokenCandidateGenerator
+
+    return "hidden_states[i + 1]" not in inspect.getsource(DFlashTokenCandidateGenerator)

@@ -1,0 +1,183 @@
+"""What was measured, as it lies on disk: one JSON line for each finished prompt and method."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..generation.telemetry import Round
+
+_ROUND_FIELDS = tuple(f.name for f in fields(Round))
+
+
+@dataclass
+class Turn:
+    """
+    One answer.
+
+    Args:
+        output_ids: The answer's tokens.
+        seconds, prefill_s: As in [`~dspark_hf.evaluation.meter.Meter`].
+        passes: Tokens fed to each pass of the target after the prompt's.
+        peak_bytes: Most memory held.
+        rounds: What our loop recorded; empty for other methods.
+    """
+
+    output_ids: list[int]
+    seconds: float
+    prefill_s: float
+    passes: list[int]
+    peak_bytes: int | None = None
+    rounds: list[Round] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """One prompt answered by one method: all its turns."""
+
+    task: str
+    prompt: int
+    method: str
+    turns: list[Turn]
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.task, self.prompt, self.method
+
+    @property
+    def rounds(self) -> list[Round]:
+        return [r for turn in self.turns for r in turn.rounds]
+
+
+@dataclass
+class Difference:
+    """
+    Where a greedy answer first departs from that of plain `generate`.
+
+    Args:
+        task, prompt, method: Whose answer.
+        turn, position: Where: turn, and token of its answer, both from 0.
+        expected, got: Token of plain `generate` (`None` where that had ended) and of the method.
+        gap: By how much the target's logit of `expected` lies above that of `got`, in a pass over the whole prefix. Near 0
+            it is a tie that rounding decides; large, it is a mistake. `None` where one answer is the start of the other.
+    """
+
+    task: str
+    prompt: int
+    method: str
+    turn: int
+    position: int
+    expected: int | None
+    got: int | None
+    gap: float | None
+
+
+class RecordFile:
+    """
+    The file of a run. A line is on disk before the next measurement starts, so a run that was stopped can go on.
+
+    Args:
+        path: The file; it is made when it does not exist.
+        settings: What the measurements depend on. A file made with other settings is refused.
+
+    Raises:
+        ValueError: naming the settings that differ.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.path = path
+        self.records: dict[tuple[str, int, str], Record] = {}
+        self.differences: list[Difference] = []
+        self.checked: set[tuple[str, int, str]] = set()
+        settings = json.loads(json.dumps(settings))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        complete = list(_complete_lines(path))
+        if complete:
+            _refuse_other_settings(path, complete[0].get("settings"), settings)
+            for line in complete[1:]:
+                self._take(line)
+        self._file = path.open("a", encoding="utf-8")
+        if not complete:
+            self._write({"settings": settings})
+
+    def add(self, record: Record) -> None:
+        """Keeps a finished measurement."""
+        line = asdict(record)
+        for turn, written in zip(record.turns, line["turns"], strict=True):
+            written["rounds"] = pack_rounds(turn.rounds)
+        self._take({"record": line})
+        self._write({"record": line})
+
+    def add_check(self, key: tuple[str, int, str], difference: Difference | None) -> None:
+        """Keeps the outcome of comparing an answer with that of plain `generate`."""
+        line = {"check": {"key": list(key), "difference": None if difference is None else asdict(difference)}}
+        self._take(line)
+        self._write(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+    # ------------------------------------------------------------------ helpers
+
+    def _take(self, line: dict[str, Any]) -> None:
+        if "record" in line:
+            fields_ = line["record"]
+            turns = [Turn(**(turn | {"rounds": unpack_rounds(turn["rounds"])})) for turn in fields_["turns"]]
+            record = Record(**(fields_ | {"turns": turns}))
+            self.records[record.key] = record
+        elif "check" in line:
+            task, prompt, method = line["check"]["key"]
+            self.checked.add((task, prompt, method))
+            if line["check"]["difference"] is not None:
+                self.differences.append(Difference(**line["check"]["difference"]))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def pack_rounds(rounds: list[Round]) -> dict[str, list]:
+    """Rounds as one list a field, which takes a fraction of the room."""
+    packed = {name: [getattr(r, name) for r in rounds] for name in _ROUND_FIELDS}
+    for name, values in packed.items():
+        if name.endswith("_s"):
+            packed[name] = [round(value, 7) for value in values]
+        elif name == "confidence":
+            packed[name] = [[round(c, 6) for c in confidence] for confidence in values]
+    return packed
+
+
+def unpack_rounds(packed: dict[str, list]) -> list[Round]:
+    """The inverse of [`pack_rounds`], up to rounding."""
+    known = {name: values for name, values in packed.items() if name in _ROUND_FIELDS}
+    return [Round(**dict(zip(known, values, strict=True))) for values in zip(*known.values(), strict=True)]
+
+
+def _complete_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file, of which the last is cut away where a write was interrupted."""
+    if not path.exists():
+        return
+    raw = path.read_bytes()
+    end = raw.rfind(b"\n") + 1
+    if end < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    for line in raw[:end].splitlines():
+        yield json.loads(line)
+
+
+def _refuse_other_settings(path: Path, there: Any, here: dict[str, Any]) -> None:
+    if not isinstance(there, dict):
+        raise ValueError(f"{path} is not a file of measurements. Choose another output.")
+    names = sorted(there.keys() | here.keys())
+    changed = [f"{n} was {there.get(n)!r}, is {here.get(n)!r}" for n in names if there.get(n) != here.get(n)]
+    if changed:
+        raise ValueError(
+            f"{path} holds measurements made with other settings, which cannot be continued: {'; '.join(changed)}. "
+            "Choose another output, or delete the file."
+        )

@@ -1,0 +1,256 @@
+"""Runs methods side by side, paired prompt by prompt, and checks that greedy answers are those of plain `generate`.
+
+The order of the methods rotates from prompt to prompt, so that a machine that slows down or warms up hits all alike.
+What is finished is on disk at once; a run that was stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..generation.registration import CACHE_KEY
+from ..generation.telemetry import record_speculation
+from .conversation import Conversation
+from .meter import measured
+from .methods import PLAIN, Method
+from .records import Difference, Record, RecordFile, Turn
+from .tasks import Prompt, Task
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """
+    Args:
+        max_new_tokens: Tokens of an answer at most.
+        temperature: 0 decodes greedily.
+        seed: Each prompt is answered with a random state made from this and the prompt's number, the same for all methods.
+        generate_kwargs: Further settings for `generate`.
+    """
+
+    max_new_tokens: int = 2048
+    temperature: float = 1.0
+    seed: int = 0
+    generate_kwargs: dict[str, Any] | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    def arguments(self) -> dict[str, Any]:
+        """For `generate`. Sampling is from the whole law: no top-k, no top-p."""
+        sampling: dict[str, Any] = {"do_sample": False}
+        if not self.is_greedy:
+            sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        return {"max_new_tokens": self.max_new_tokens} | sampling | (self.generate_kwargs or {})
+
+
+class Progress(NamedTuple):
+    """
+    Args:
+        done, total: Measurements, those of an earlier run counted as done.
+        left_s: Estimated seconds to the end; `None` before anything was measured.
+        record: The newest measurement.
+        difference: What its check found, where it was checked and differs.
+    """
+
+    done: int
+    total: int
+    left_s: float | None
+    record: Record
+    difference: Difference | None = None
+
+
+def run_bench(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: list[Method],
+    tasks: list[Task],
+    settings: BenchSettings,
+    file: RecordFile,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """
+    Measures what `file` does not hold yet.
+
+    Args:
+        target, tokenizer: The target.
+        methods: Plain `generate` among them, or nothing can be compared with it.
+        tasks: What to ask.
+        settings: How.
+        file: Where the measurements go.
+        on_progress: Called after each measurement.
+
+    Raises:
+        ValueError: when two methods have one name.
+    """
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Methods must have different names, got {names}.")
+    total = sum(len(task.prompts) for task in tasks) * len(methods)
+    done = sum(
+        (task.name, i, name) in file.records for task in tasks for i in range(len(task.prompts)) for name in names
+    )
+    num_new, started = 0, time.perf_counter()
+    if done < total:
+        warm_up(target, tokenizer, methods, tasks[0].prompts[0], settings)
+        started = time.perf_counter()
+    for task, index, prompt in prompts_of(tasks):
+        for method in rotated(methods, index):
+            if (task.name, index, method.name) in file.records:
+                continue
+            record = Record(task.name, index, method.name, answer(target, tokenizer, method, prompt, settings, index))
+            file.add(record)
+            done, num_new = done + 1, num_new + 1
+            left_s = (time.perf_counter() - started) / num_new * (total - done)
+            on_progress(Progress(done, total, left_s, record))
+        if settings.is_greedy:
+            for difference in check_prompt(target, tokenizer, methods, task.name, index, prompt, file):
+                on_progress(Progress(done, total, None, file.records[task.name, index, difference.method], difference))
+
+
+def prompts_of(tasks: list[Task]) -> Iterator[tuple[Task, int, Prompt]]:
+    """Every prompt with its task and its number in it, the tasks in turn: a run that is stopped has seen all of them."""
+    for index in range(max((len(task.prompts) for task in tasks), default=0)):
+        for task in tasks:
+            if index < len(task.prompts):
+                yield task, index, task.prompts[index]
+
+
+def rotated(methods: list[Method], index: int) -> list[Method]:
+    """The order for prompt `index`: each method takes each place equally often, after each other as often as before."""
+    turn, start = divmod(index, len(methods))
+    order = methods if turn % 2 == 0 else methods[::-1]
+    return order[start:] + order[:start]
+
+
+@torch.no_grad()
+def answer(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    method: Method,
+    prompt: Prompt,
+    settings: BenchSettings,
+    index: int = 0,
+) -> list[Turn]:
+    """
+    The target's answers to one prompt by one method, turn by turn.
+
+    Args:
+        target, tokenizer: The target.
+        method: How it decodes.
+        prompt: What it is asked.
+        settings: As for the whole run.
+        index: The prompt's number, for the random state.
+    """
+    torch.manual_seed(settings.seed * 1_000_003 + index)
+    conversation, cache, turns = Conversation(tokenizer, prompt.system), None, []
+    for text in prompt.turns:
+        input_ids = conversation.ask(text).to(target.device)
+        kwargs = settings.arguments() | method.arguments
+        if cache is not None and method.keeps_cache:
+            kwargs[CACHE_KEY] = cache
+        if getattr(target.generation_config, "pad_token_id", None) is None:
+            kwargs.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
+        with record_speculation() as stats, measured(target) as meter:
+            output = target.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                return_dict_in_generate=True,
+                **kwargs,
+            )
+        ids = output.sequences[0]
+        turns.append(
+            Turn(
+                ids[input_ids.shape[1] :].tolist(),
+                meter.seconds,
+                stats.prefill_s or meter.prefill_s,
+                meter.passes,
+                meter.peak_bytes,
+                stats.rounds,
+            )
+        )
+        cache = output.get(CACHE_KEY)
+        conversation.add_answer(ids)
+    return turns
+
+
+def warm_up(target, tokenizer, methods: list[Method], prompt: Prompt, settings: BenchSettings) -> None:
+    """Runs each method once, unmeasured: kernels are chosen, buffers grow, compilation happens."""
+    short = BenchSettings(
+        min(settings.max_new_tokens, 16), settings.temperature, settings.seed, settings.generate_kwargs
+    )
+    for method in methods:
+        answer(target, tokenizer, method, Prompt(prompt.turns[:1], prompt.system), short)
+
+
+# ---------------------------------------------------------------------- identity of greedy answers
+
+
+def check_prompt(
+    target, tokenizer, methods: list[Method], task: str, index: int, prompt: Prompt, file: RecordFile
+) -> list[Difference]:
+    """Compares the answers to one prompt with those of plain `generate`, those that were not compared before."""
+    plain = file.records.get((task, index, PLAIN))
+    found: list[Difference] = []
+    for method in methods:
+        key = (task, index, method.name)
+        if plain is None or method.name == PLAIN or key in file.checked or key not in file.records:
+            continue
+        difference = first_difference(target, tokenizer, prompt, plain, file.records[key])
+        file.add_check(key, difference)
+        found += [] if difference is None else [difference]
+    return found
+
+
+@torch.no_grad()
+def first_difference(target, tokenizer, prompt: Prompt, plain: Record, other: Record) -> Difference | None:
+    """Where `other` first departs from `plain`; later turns answer another conversation and are not looked at."""
+    conversation = Conversation(tokenizer, prompt.system)
+    for number, (text, expected, got) in enumerate(zip(prompt.turns, plain.turns, other.turns)):
+        prompt_ids = conversation.ask(text)[0]
+        if expected.output_ids == got.output_ids:
+            conversation.add_answer(torch.cat([prompt_ids, torch.tensor(expected.output_ids, dtype=torch.long)]))
+            continue
+        position = common_length(expected.output_ids, got.output_ids)
+        tokens = [ids[position] if position < len(ids) else None for ids in (expected.output_ids, got.output_ids)]
+        gap = None
+        if tokens[0] is not None and tokens[1] is not None:
+            prefix = torch.cat([prompt_ids, torch.tensor(expected.output_ids[:position], dtype=torch.long)])
+            logits = target(input_ids=prefix[None].to(target.device)).logits[0, -1].float()
+            gap = float(logits[tokens[0]] - logits[tokens[1]])
+        return Difference(other.task, other.prompt, other.method, number, position, *tokens, gap)
+    return None
+
+
+def common_length(first: list[int], second: list[int]) -> int:
+    """Leading tokens that two answers share."""
+    pairs = zip(first, second)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def run_settings(
+    target_name: str, methods: list[Method], tasks: list[Task], settings: BenchSettings, **others: Any
+) -> dict[str, Any]:
+    """What the measurements of a run depend on, as it is written at the top of its file."""
+    return {
+        "target": target_name,
+        "methods": [method.name for method in methods],
+        "tasks": {task.name: len(task.prompts) for task in tasks},
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "generate_kwargs": settings.generate_kwargs or {},
+        **others,
+    }
+
+
+def default_file(folder: Path) -> Path:
+    """Where a run keeps its measurements."""
+    return folder / "records.jsonl"

@@ -1,0 +1,106 @@
+"""Drafters that are not loaded are recognised, and the refusal says what they are and what they would need."""
+
+import json
+from pathlib import Path
+
+import pytest
+import spellings
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from dspark_hf import DSparkDrafter
+from dspark_hf.checkpoints import inspect_checkpoint
+
+pytestmark = pytest.mark.integration
+
+V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 32,
+    "num_hidden_layers": 43,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 99,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 8,
+}
+
+KINDS = {
+    "DFlash2 by name": ({"architectures": ["DFlash2DraftModel"]}, [], "DFlash2", "convolutions"),
+    "DFlash2 by tensor": ({}, ["candidate_selector.predecessor_codebook"], "DFlash2", "candidate selector"),
+    "Domino": ({}, ["prefix_gru.weight_ih_l0"], "Domino", "GRU"),
+    "xpress": ({}, ["refiner_head.in_proj.weight"], "xpress", "refiner head"),
+    "latent attention": (
+        {"architectures": ["K3DSparkModel"]},
+        ["layers.0.self_attn.kv_a_proj_with_mqa.weight"],
+        "MLA",
+        "latent attention",
+    ),
+    "Bonsai": ({}, ["log_snr_embed.fc1.weight"], "Bonsai", "log-SNR"),
+    "Qwen3.5 layers": ({"architectures": ["Qwen35DSparkModel"]}, [], "Qwen3.5", "output gate"),
+    "norms of 1 + weight": ({"use_gemma_norm": True}, [], "Gemma-norm", "offset of 1"),
+    "NVFP4": ({}, ["layers.0.mlp.up_proj.weight_scale_2"], "quantized", "NVFP4"),
+    "a quantized configuration": ({"quantization_config": {"quant_method": "fp8"}}, [], "quantized", "dequantize"),
+    "EAGLE-3": ({}, ["midlayer.self_attn.q_proj.weight"], "EAGLE-3", "token by token"),
+}
+
+
+def unsupported(folder: Path, fields, tensors) -> Path:
+    drafter = tiny.random_drafter(tiny.qwen3())
+    spellings.specforge(drafter, folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    added = {name: torch.zeros(2, 2) for name in tensors}
+    return spellings.write(folder, config, load_file(folder / "model.safetensors") | added)
+
+
+@pytest.mark.parametrize(("fields", "tensors", "name", "needs"), KINDS.values(), ids=KINDS)
+def test_it_is_named_and_what_it_needs_is_said(fields, tensors, name: str, needs: str, tmp_path: Path):
+    folder = unsupported(tmp_path, fields, tensors)
+    with pytest.raises(ValueError, match=f"{name}.* drafter, which is not loaded here.*{needs}"):
+        DSparkDrafter.from_pretrained(folder)
+    found = inspect_checkpoint(folder)
+    assert name in found.format
+    assert needs in found.refusal
+    assert "not loaded" in str(found)
+    json.dumps(found.to_dict())
+
+
+def test_a_gated_query_projection_is_seen(tmp_path: Path):
+    folder = unsupported(tmp_path, {}, [])
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    query = tensors["layers.0.self_attn.q_proj.weight"]
+    tensors["layers.0.self_attn.q_proj.weight"] = torch.cat([query, query])
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="output gate"):
+        DSparkDrafter.from_pretrained(folder)
+
+
+def embedded(folder: Path, config=V4) -> Path:
+    names = [f"mtp.{stage}.attn_norm.weight" for stage in range(3)] + ["mtp.2.markov_head.markov_w1.weight"]
+    target = ["model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"]
+    return spellings.write(folder, config, {name: torch.zeros(2, 2) for name in names + target})
+
+
+@pytest.mark.parametrize("config", [V4, {"model_type": "deepseek_v41", "text_config": V4}], ids=["V4", "V4.1"])
+def test_the_embedded_drafter_of_deepseek_v4_is_shown(config, tmp_path: Path):
+    folder = embedded(tmp_path, config)
+    with pytest.raises(ValueError, match=r"DeepSeek-V4 embedded DSpark drafter, which is not loaded here"):
+        DSparkDrafter.from_pretrained(folder)
+    found = inspect_checkpoint(folder)
+    assert found.embedded == {
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": 99,
+        "dspark_target_layer_ids": [40, 41, 42],
+        "dspark_markov_rank": 8,
+        "stages": 3,
+    }
+    assert "stages: 3" in str(found)
+
+
+def test_a_sharded_target_is_refused_without_its_shards(tmp_path: Path):
+    """They are hundreds of gigabytes; the index alone tells."""
+    (tmp_path / "config.json").write_text(json.dumps(V4))
+    weight_map = {f"mtp.{stage}.attn_norm.weight": f"model-{stage}.safetensors" for stage in range(3)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert inspect_checkpoint(tmp_path).embedded["stages"] == 3

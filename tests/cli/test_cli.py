@@ -1,0 +1,279 @@
+"""The commands do what their help says, tell programs apart from people, and end with the right code."""
+
+import builtins
+import json
+import sys
+
+import pytest
+import tiny_folders
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from dspark_hf import cli
+from dspark_hf.cli.app import app
+from dspark_hf.cli.bench import EXIT_DIFFERENT, wrong_answers
+from dspark_hf.cli.loading import labels_of
+from dspark_hf.cli.running import duration
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return tiny_folders.save(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"{i} + {i}?"]}) + "\n" for i in range(3)))
+    return path
+
+
+def invoke(*arguments, **kwargs):
+    return CliRunner().invoke(app, [str(a) for a in arguments], env=WIDE, **kwargs)
+
+
+def bench(folders, prompts, output, *more, drafters=("perfect",)):
+    named = [part for name in drafters for part in ("--drafter", getattr(folders, name))]
+    limits = ("--max-prompts", 2, "--max-new-tokens", 8, "--temperature", 0, "--device", "cpu")
+    return invoke("bench", "--target", folders.target, *named, "--tasks", prompts, "--output", output, *limits, *more)
+
+
+def chat(folders, lines):
+    models = ("--target", folders.target, "--drafter", folders.perfect)
+    return invoke("chat", *models, "--max-new-tokens", 12, "--device", "cpu", input=lines)
+
+
+# ---------------------------------------------------------------------- bench and sweep
+
+
+def test_bench_measures_and_reports(folders, prompts, tmp_path):
+    output = tmp_path / "out"
+    result = bench(folders, prompts, output, "--schedule", "fixed", "--schedule", "threshold:0.5", "--profile")
+    assert result.exit_code == 0, result.output
+    assert "dspark threshold:0.5" in result.stdout and "2 of 2 greedy answers" in result.stdout
+    document = json.loads((output / "results.json").read_text())
+    assert {r["method"] for r in document["results"]} == {
+        "plain",
+        "prompt-lookup",
+        "dspark fixed",
+        "dspark threshold:0.5",
+    }
+    assert document["settings"]["max_new_tokens"] == 8 and document["environment"]["packages"]["torch"]
+    assert (output / "report.html").exists() and (output / "acceptance.png").exists()
+
+
+def test_bench_continues_and_prints_json(folders, prompts, tmp_path):
+    output = tmp_path / "out"
+    bench(folders, prompts, output, "--no-prompt-lookup")
+    records = output / "records.jsonl"
+    lines = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(b"".join(lines[:3]))
+    result = bench(folders, prompts, output, "--no-prompt-lookup", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [r["method"] for r in document["results"]] == ["plain", "dspark fixed"]
+    assert len(records.read_bytes().splitlines()) == len(lines)
+    assert records.read_bytes().startswith(b"".join(lines[:3]))
+
+
+def test_bench_with_several_drafters_names_them(folders, prompts, tmp_path):
+    result = bench(folders, prompts, tmp_path / "o", "--no-prompt-lookup", "--json", drafters=("random", "dflash"))
+    assert result.exit_code == 0, result.output
+    assert [r["method"] for r in json.loads(result.stdout)["results"]] == [
+        "plain",
+        "random fixed",
+        "dflash dflash (transformers)",
+        "dflash fixed",
+    ]
+
+
+def test_other_settings_are_an_error_that_names_them(folders, prompts, tmp_path):
+    output = tmp_path / "out"
+    bench(folders, prompts, output, "--no-prompt-lookup")
+    result = bench(folders, prompts, output, "--no-prompt-lookup", "--seed", 1)
+    assert isinstance(result.exception, ValueError) and "seed was 0, is 1" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("gap", "wrong"), [(None, 1), (0.1, 1), (-0.1, 1), (1e-5, 0)], ids=["ends early", "large", "negative", "tie"]
+)
+def test_a_tie_is_no_wrong_answer(gap, wrong):
+    assert wrong_answers({"dspark": {"differences": [{"gap": gap}]}}, 1e-3) == wrong
+
+
+def test_a_wrong_greedy_answer_is_exit_code_3(folders, prompts, tmp_path, monkeypatch):
+    import dspark_hf.evaluation.runner as runner
+
+    genuine = runner.answer
+
+    def sabotaged(target, tokenizer, method, *args):
+        turns = genuine(target, tokenizer, method, *args)
+        if method.name.startswith("dspark"):
+            turns[0].output_ids[2] ^= 1
+        return turns
+
+    monkeypatch.setattr(runner, "answer", sabotaged)
+    result = bench(folders, prompts, tmp_path / "out", "--no-prompt-lookup")
+    assert result.exit_code == EXIT_DIFFERENT
+    assert "0 of 2 greedy answers" in result.stdout and "logit gap" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("over", "values", "xs"),
+    [("tokens", None, [1, 2, 3, 4]), ("threshold", "0,0.9", [0, 0.9]), ("rank", None, [32, 0])],
+)
+def test_sweep(folders, prompts, tmp_path, over, values, xs):
+    drafters = ("perfect", "dflash") if over == "rank" else ("perfect",)
+    arguments = [part for name in drafters for part in ("--drafter", getattr(folders, name))]
+    if values:
+        arguments += ["--values", values]
+    limits = ("--max-prompts", 2, "--max-new-tokens", 6, "--temperature", 0, "--device", "cpu", "--json")
+    output = tmp_path / "out"
+    result = invoke(
+        "sweep", "--target", folders.target, "--over", over, "--tasks", prompts, "--output", output, *arguments, *limits
+    )
+    assert result.exit_code == 0, result.output
+    points = json.loads(result.stdout)["sweep"]["points"]
+    assert [p["x"] for p in points] == xs
+    assert (output / "sweep.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schedule", "often"], "fixed"),
+        (["--tasks", "gsm9k"], "gsm9k"),
+        (["--dtype", "int8"], "int8"),
+        (["--max-prompts", "0"], "max-prompts"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(folders, prompts, tmp_path, arguments, message):
+    result = bench(folders, prompts, tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+# ---------------------------------------------------------------------- chat
+
+
+def test_chat_answers_turn_by_turn_in_plain_text(folders):
+    lines = "Hi\nWhy?\n/plain\nMore\n/help\n/clear\nHi\n/quit\nnever read\n"
+    result = invoke(
+        "chat",
+        "--target",
+        folders.target,
+        "--drafter",
+        folders.perfect,
+        "--max-new-tokens",
+        12,
+        "--device",
+        "cpu",
+        input=lines,
+    )
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.output
+    assert result.stderr.count("tokens/s") == 4
+    assert result.stderr.count("% of drafts accepted") == 3
+    assert "drafter off" in result.stderr and "/quit ends" in result.stderr
+    # The same question after /clear: greedy, so the same answer.
+    alone = chat(folders, "Hi\n").stdout
+    assert alone and result.stdout.startswith(alone) and result.stdout.endswith(alone)
+
+
+def test_chat_ends_with_its_input(folders):
+    result = chat(folders, "")
+    assert result.exit_code == 0
+
+
+def test_a_live_answer_shows_its_end_and_is_whole_when_finished():
+    import io
+
+    from rich.console import Console
+
+    from dspark_hf import SpeculationStats
+    from dspark_hf.cli.chat import AnswerView
+
+    view = AnswerView(tiny_folders.tokenizer(), SpeculationStats(), live=False)
+    for i in range(30):
+        view.add(f"line {i}\n", drafted=i % 2 == 0)
+
+    def shown():
+        console = Console(file=io.StringIO(), width=40, height=10, force_terminal=True)
+        console.print(view)
+        return console.file.getvalue()
+
+    growing = shown()
+    assert "line 29" in growing and "line 5\n" not in growing
+    view._is_finished = True
+    assert "line 0" in shown()
+
+
+# ---------------------------------------------------------------------- env, help, errors
+
+
+def test_env_for_people_and_programs():
+    assert "- torch: " in invoke("env").stdout
+    found = json.loads(invoke("env", "--json").stdout)
+    assert found["packages"]["transformers"] and found["python"]
+
+
+@pytest.mark.parametrize("command", ["bench", "sweep", "chat", "env"])
+def test_every_option_has_its_help(command):
+    import typer
+
+    group = typer.main.get_command(app)
+    parameters = group.commands[command].params
+    assert parameters and all(parameter.help for parameter in parameters if parameter.name != "help")
+    result = invoke(command, "--help")
+    assert result.exit_code == 0 and group.commands[command].help.splitlines()[0][:40] in result.output
+
+
+def test_version():
+    import dspark_hf
+
+    assert invoke("--version").stdout.strip() == dspark_hf.__version__
+
+
+def run_main(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["dspark-hf", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return exit_.value.code
+
+
+def test_errors_are_one_line(monkeypatch, capsys, tmp_path):
+    code = run_main(monkeypatch, "chat", "--target", tmp_path / "nowhere", "--drafter", "x", "--device", "cpu")
+    assert code == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_success_is_exit_code_0(monkeypatch, capsys):
+    assert run_main(monkeypatch, "env", "--json") == 0
+
+
+def test_missing_packages_are_named_with_their_extra(monkeypatch, capsys):
+    genuine = builtins.__import__
+
+    def without_rich(name, *args, **kwargs):
+        if name.partition(".")[0] == "rich":
+            raise ImportError("No module named 'rich'", name="rich")
+        return genuine(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    assert run_main(monkeypatch, "env") == 1
+    assert "pip install 'dspark-hf[cli]'" in capsys.readouterr().err
+
+
+def test_labels():
+    assert labels_of(["a/b"]) == ["dspark"]
+    assert labels_of(["a/b", "a/c"]) == ["b", "c"]
+    assert labels_of(["a/b", "c/b"]) == ["a/b", "c/b"]
+
+
+def test_durations():
+    assert duration(61) == "01:01" and duration(3723) == "1:02:03"
