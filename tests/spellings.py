@@ -71,7 +71,11 @@ def deepspec(drafter: DSparkDrafter, folder: Path) -> Path:
     config = drafter.config
     dragged = {"partial_rotary_factor": 0.5, "num_experts": 8, "mlp_only_layers": [], "tie_word_embeddings": True}
     fields = decoder(config) | dragged | taps(config) | heads(config)
-    fields |= {"architectures": ["Qwen3DSparkModel"], "block_size": config.block_size, "num_target_layers": 4}
+    fields |= {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+    }
     embeddings = drafter.bind()
     copies = {"embed_tokens.weight": embeddings.embed_tokens.weight, "lm_head.weight": embeddings.lm_head.weight}
     return write(
@@ -86,7 +90,7 @@ def specforge(drafter: DSparkDrafter, folder: Path) -> Path:
         "architectures": ["DSparkDraftModel"],
         "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
         "block_size": config.block_size,
-        "num_target_layers": 4,
+        "num_target_layers": config.num_target_layers,
         "dflash_config": section | taps(config) | heads(config),
     }
     return write(folder, fields, tensors_of(drafter))
@@ -138,7 +142,7 @@ def modelopt(drafter: DSparkDrafter, folder: Path) -> Path:
         "architectures": ["DFlashDraftModel"],
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "block_size": config.block_size,
-        "num_target_layers": 4,
+        "num_target_layers": config.num_target_layers,
         "dflash_config": section | taps(config),
     }
     flat = {
@@ -205,7 +209,7 @@ def zlab(drafter: DSparkDrafter, folder: Path) -> Path:
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "block_size": config.block_size,
-        "num_target_layers": 4,
+        "num_target_layers": config.num_target_layers,
         "dflash_config": taps(config),
     }
     return write(folder, fields, tensors_of(drafter))
@@ -225,7 +229,7 @@ def lfm2(drafter: DSparkDrafter, folder: Path) -> Path:
         "architectures": ["Lfm2DSparkDraftModel"],
         "block_size": config.block_size,
         "rope_is_neox_style": not config.rotary_interleaved,
-        "dflash_config": taps(config) | {"num_target_layers": 4},
+        "dflash_config": taps(config) | {"num_target_layers": config.num_target_layers},
     }
     return write(folder, fields, tensors_of(drafter))
 

@@ -47,6 +47,9 @@ LAYER_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Nothing is computed from these before `check` says what is wrong with a value that is too small.
+JUDGED_LATER = ("block_size", "markov_rank", "draft_vocab_size")
+
 
 class DSparkConfig(PreTrainedConfig):
     r"""
@@ -207,15 +210,15 @@ class DSparkConfig(PreTrainedConfig):
     def _check_sizes(self) -> None:
         """Before any size is used, even to repeat a list: each must be a whole number that a drafter can have."""
         wrong = [
-            f"{name}={getattr(self, name)!r}"
+            f"{name}={size!r}"
             for name, largest in LARGEST.items()
             if (size := getattr(self, name)) is not None
-            and not (type(size) is int and (0 if name == "markov_rank" else 1) <= size <= largest)
+            and not (type(size) is int and size <= largest and (size > 0 or name in JUDGED_LATER))
         ]
         if not all(type(layer_id) is int for layer_id in self.target_layer_ids or []):
             wrong.append(f"target_layer_ids={self.target_layer_ids!r}")
         if wrong:
-            raise ValueError(f"Not sizes a drafter can have: {', '.join(wrong)}. The configuration is damaged.")
+            raise ValueError(f"Not sizes a drafter can have: {', '.join(wrong)}.")
 
     def check(self) -> None:
         """Raises one `ValueError` that lists every contradiction between the fields."""
@@ -242,6 +245,8 @@ class DSparkConfig(PreTrainedConfig):
             yield f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size} tokens."
         if self.mask_token_id is not None and self.mask_token_id in _as_list(self.eos_token_id):
             yield f"mask_token_id={self.mask_token_id} is also an end-of-sequence token."
+        if self.markov_rank < 0:
+            yield f"markov_rank must be 0 (no sequential head) or more, got {self.markov_rank}."
         if self.markov_head_type not in SEQUENTIAL_HEADS:
             yield f"markov_head_type must be one of {SEQUENTIAL_HEADS}, got {self.markov_head_type!r}."
         if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:

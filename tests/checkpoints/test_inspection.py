@@ -66,9 +66,20 @@ def test_our_own_format_is_served_by_none_and_that_can_be_changed(target, tmp_pa
 
 
 def test_an_engine_that_reads_it_has_no_reason_not_to(target, tmp_path: Path):
-    engines = inspect_checkpoint(spellings.deepspec(bound(target), tmp_path)).engines
+    folder = spellings.deepspec(bound(target), tmp_path)
+    change_config(folder, partial_rotary_factor=None)
+    engines = inspect_checkpoint(folder).engines
     assert engines["vLLM"] == engines["SGLang"] == []
     assert "does not read DeepSpec native files" in engines["TensorRT-LLM"][0]
+
+
+def test_a_file_that_an_engine_would_misread_is_not_for_it(target, tmp_path: Path):
+    copied = inspect_checkpoint(spellings.deepspec(bound(target), tmp_path / "a")).engines
+    assert "rotate only a part of the head" in copied["vLLM"][0]
+    assert not copied["SGLang"]
+    nested = spellings.normalised_specforge(bound(target), tmp_path / "b")
+    change_config(nested, markov_rank=None)
+    assert "markov_rank at the top level only" in inspect_checkpoint(nested).engines["SGLang"][0]
 
 
 ODD = {

@@ -128,7 +128,6 @@ def test_deepspecs_own_files_come_back_as_they_were(data: Path, tmp_path: Path):
         "architectures",
         "target_layer_ids",
         "mask_token_id",
-        "num_anchors",
         "enable_confidence_head",
         "block_size",
     )
@@ -274,6 +273,30 @@ def test_embeddings_that_have_to_be_in_the_file_must_come_from_somewhere(kind: s
     drafter._bound = None
     with pytest.raises(ValueError, match=r"drafter\.bind\(target\)"):
         export(drafter, tmp_path / "out", format)
+
+
+def test_copies_of_the_targets_tensors_are_left_out_for_engines(tmp_path: Path):
+    drafter = drafter_of("as it is")._with_embeddings()
+    written = export(drafter, tmp_path / "out", "vllm-sglang")
+    assert any("are left out" in note for note in written.notes)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(tmp_path / "out" / "model.safetensors").keys()
+
+
+def test_a_head_of_its_own_is_not_left_out_silently(tmp_path: Path):
+    drafter = drafter_of("as it is")._with_embeddings()
+    with torch.no_grad():
+        drafter.lm_head.weight[0].add_(1.0)
+    drafter.bind(drafter.target_kept_alive[0])
+    with pytest.raises(ValueError, match=r"own lm_head\.weight is not its target's"):
+        export(drafter, tmp_path / "out", "vllm-sglang")
+    export(drafter, tmp_path / "out", "native")
+
+
+def test_a_draft_vocabulary_out_of_order_is_not_written(tmp_path: Path):
+    drafter = drafter_of("reduced vocabulary")
+    drafter.draft_token_ids.copy_(drafter.draft_token_ids.flip(0))
+    with pytest.raises(ValueError, match="ascending order"):
+        export(drafter, tmp_path / "out", "speculators")
 
 
 def test_speculators_files_name_their_target(tmp_path: Path):

@@ -40,6 +40,22 @@ PLAIN = (
     "dtype",
 )
 
+# What every format writes of the decoder layers, under the same names.
+DECODER = (
+    *GEOMETRY,
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "attention_dropout",
+    "max_position_embeddings",
+    "initializer_range",
+    "layer_types",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
 
 class Fields:
     """Looks a field up in the sections of a raw configuration first, then at its top level."""
@@ -124,19 +140,9 @@ def flat_config(
 def decoder_dict(config: DSparkConfig) -> dict[str, Any]:
     """The decoder layers of a drafter in the spelling of transformers' Qwen3, which every format but ours shares."""
     slides = "sliding_attention" in (config.layer_types or [])
-    copied = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    copied += ("head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "attention_dropout", "vocab_size")
-    copied += (
-        "max_position_embeddings",
-        "initializer_range",
-        "layer_types",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    )
     return {
         "model_type": "qwen3",
-        **{name: getattr(config, name) for name in copied},
+        **{name: getattr(config, name) for name in DECODER},
         "rope_parameters": dict(config.rope_parameters or {}),
         # transformers' Qwen3 forgets a window that is not switched on.
         "use_sliding_window": slides,

@@ -150,16 +150,40 @@ def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
         num_bytes=sum(prod(info.shape) * BYTES.get(info.dtype, 1) for info in tensors.values()),
         dtypes=dict(Counter(info.dtype for info in tensors.values())),
         oddities=list(oddities(checkpoint)),
-        engines=engines.obstacles(checkpoint.config, checkpoint.format_name),
+        engines=engine_obstacles(checkpoint),
     )
+
+
+def engine_obstacles(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Why each engine cannot serve these files, the drafter's and what the files leave to be misread."""
+    reasons = engines.obstacles(checkpoint.config, checkpoint.format_name)
+    if checkpoint.format_name == engines.NATIVE:
+        for engine in ("vLLM", "SGLang"):
+            reasons[engine] += _misread(engine, checkpoint.config, checkpoint.source.config)
+    return reasons
+
+
+def _misread(engine: str, config: DSparkConfig, raw: dict[str, Any]) -> Iterator[str]:
+    advice = "convert to vllm-sglang"
+    if config.markov_rank and raw.get("markov_rank") is None:
+        yield f"it reads markov_rank at the top level only: {advice}"
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    if engine == "vLLM" and partial != 1.0 and "partial_rotary_factor" not in (config.rope_parameters or {}):
+        yield f"it would rotate only a part of the head, as the copied partial_rotary_factor says: {advice}"
+    slides = "sliding_attention" in (config.layer_types or ())
+    if slides and not (raw.get("use_sliding_window") and raw.get("sliding_window")):
+        yield f"it forgets a window without use_sliding_window and sliding_window: {advice}"
+    if config.is_causal is not None and raw.get("is_causal") is None and engine == "SGLang":
+        yield f"it reads whether blocks are causal from is_causal only: {advice}"
 
 
 def oddities(checkpoint: Checkpoint) -> Iterator[str]:
     """What to look at twice: most of it is what silently costs acceptance elsewhere."""
     config, raw = checkpoint.config, checkpoint.source.config
     fields = Fields(raw)
-    own = checkpoint.format_name in ("dspark-hf", "GGUF")
-    if not own and not fields.all("sample_from_anchor") and not fields.all("dspark_bonus_anchor"):
+    contested = checkpoint.format_name in (engines.SPECFORGE, engines.SPECULATORS, engines.ZLAB)
+    if contested and not fields.all("sample_from_anchor") and not fields.all("dspark_bonus_anchor"):
         reading = "predicts" if config.sample_from_anchor else "predicts nothing"
         yield f"it does not say whether the anchor predicts; files of this format without the key are read as: it {reading}"
     for name in ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "is_causal"):
@@ -167,7 +191,7 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"{name} is given as {' and as '.join(map(str, values))}; the first was taken"
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     used = config.rope_parameters or {}
-    if copied := [name for name in INHERITED if (name in raw or name in rope) and name not in used]:
+    if copied := [name for name in INHERITED if (raw.get(name) or rope.get(name)) and name not in used]:
         yield f"{', '.join(copied)} copied from the target: ignored"
     proposals = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     if (tokens := proposals[0].get("speculative_tokens")) not in (None, config.num_draft_tokens):

@@ -17,7 +17,7 @@ from .files import TensorInfo
 
 NAME = "DeepSpec native"
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3DSparkModel": {},
     "Gemma4DSparkModel": {"family": "gemma4"},
     # The same layers and layout under vendors' names. What is special about LFM2, its rotation, is a field of its own.
@@ -34,7 +34,7 @@ def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
 
 
 def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
-    options: dict[str, Any] = dict(ARCHITECTURES[next(n for n in config["architectures"] if n in ARCHITECTURES)])
+    options = dict(ARCHITECTURES[next(n for n in config["architectures"] if n in ARCHITECTURES)])
     if options.get("family") == "gemma4":
         options |= gemma4_options(config)
     return flat_config(config, tensors, sample_from_anchor=True, **options)

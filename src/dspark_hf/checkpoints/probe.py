@@ -22,40 +22,43 @@ if TYPE_CHECKING:
 @dataclass
 class LayoutProbe:
     """
-    How many drafts a block had accepted in each layout. Prints as a sentence.
+    How many drafts of a block are right in each layout. Prints as a sentence.
 
     Args:
         declared: The layout the configuration says (`sample_from_anchor`).
-        acceptance: For each layout, the drafts of a block that were right before the first wrong one, on average.
+        acceptance:
+            For each layout, the drafts of a block that were right before the first wrong one, on average. Only as many count
+            as the layout with fewer drafts has.
+        standard_error: Of the difference between the two.
         num_blocks: Blocks drafted in each layout.
     """
 
     declared: bool
     acceptance: dict[bool, float]
+    standard_error: float
     num_blocks: int
 
     @property
-    def better(self) -> bool:
-        """The layout that accepts more."""
-        return max(self.acceptance, key=lambda layout: (self.acceptance[layout], layout == self.declared))
-
-    @property
     def is_mislabelled(self) -> bool:
-        """Whether the other layout accepts clearly more: by a tenth of a draft a block, and by a third."""
+        """Whether the other layout accepts more, beyond what chance explains."""
         declared, other = self.acceptance[self.declared], self.acceptance[not self.declared]
-        return other > declared + 0.1 and other > 4 / 3 * declared
+        return other - declared > 3 * self.standard_error
 
     def __str__(self) -> str:
         declared, other = self.acceptance[self.declared], self.acceptance[not self.declared]
         measured = (
-            f"sample_from_anchor={self.declared} as declared: {declared:.2f} drafts a block accepted; "
-            f"{not self.declared}: {other:.2f} ({self.num_blocks} blocks)."
+            f"{declared:.2f} drafts a block accepted with sample_from_anchor={self.declared} as declared, {other:.2f} with "
+            f"{not self.declared} ({self.num_blocks} blocks)."
         )
         if self.is_mislabelled:
             return f"{measured} The file is mislabelled: load it with config.sample_from_anchor = {not self.declared}."
         if max(declared, other) < 0.1:
-            return f"{measured} Neither layout accepts anything: it is not this that is wrong, or not this target."
-        return f"{measured} The declared layout is right."
+            return (
+                f"{measured} Neither accepts anything: it is not the layout that is wrong, or this is not its target."
+            )
+        if declared - other > 3 * self.standard_error:
+            return f"{measured} The declared layout is right."
+        return f"{measured} That does not tell which is right: try more prompts of the kind it was trained on."
 
 
 @torch.no_grad()
@@ -77,7 +80,7 @@ def probe_layout(
         max_new_tokens: Tokens to continue each prompt by; a block is drafted at every one.
 
     Raises:
-        ValueError: when the block has a single slot, so that only one layout is possible.
+        ValueError: when the block has a single slot, so that only one layout is possible, or nothing could be drafted.
     """
     config = drafter.config
     if config.block_size < 2:
@@ -94,15 +97,19 @@ def probe_layout(
             positions = torch.arange(held, anchor, device=drafter.device)[None]
             drafter.extend_cache(cache, features[:, held:anchor], positions)  # type: ignore[arg-type]
             hidden_states = _block_hidden_states(drafter, target, sequence[:, anchor], anchor, cache)
-            for layout, counts in matches.items():
+            for layout, found in matches.items():
                 predicting = hidden_states if layout else hidden_states[:, 1:]
-                drafts = _greedy_drafts(drafter, target, sequence[:, anchor], predicting)
+                drafts = _greedy_drafts(drafter, target, sequence[:, anchor], predicting[:, : config.block_size - 1])
                 following = sequence[0, anchor + 1 : anchor + 1 + len(drafts)]
                 right = drafts[: len(following)] == following
-                counts.append(int(right.long().cumprod(0).sum()))
-    num_blocks = len(matches[True])
-    means = {layout: sum(counts) / max(num_blocks, 1) for layout, counts in matches.items()}
-    return LayoutProbe(config.sample_from_anchor, means, num_blocks)
+                found.append(int(right.long().cumprod(0).sum()))
+    counts = torch.tensor([matches[False], matches[True]], dtype=torch.float64)  # [2, number of blocks]
+    num_blocks = counts.shape[1]
+    if num_blocks < 2:
+        raise ValueError(f"Only {num_blocks} blocks could be drafted: give more prompts or more max_new_tokens.")
+    standard_error = float((counts[1] - counts[0]).std()) / num_blocks**0.5
+    without, with_anchor = counts.mean(1).tolist()
+    return LayoutProbe(config.sample_from_anchor, {False: without, True: with_anchor}, standard_error, num_blocks)
 
 
 def _block_hidden_states(

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_dspark import DSparkConfig
+from ..embeddings import target_embeddings
 from . import engine_file, engines, modelopt, native, speculators
 from .reading import read_checkpoint
 
@@ -169,8 +170,13 @@ def translate(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict
     if format != "native":
         # Engines and speculators use the target's; of the head only a reduced one is kept.
         dropped = EMBEDDINGS[:1] if config.draft_vocab_size else EMBEDDINGS
+        check_dropped(drafter, dropped)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
     if (ids := tensors.pop("draft_token_ids", None)) is not None:
+        if (ids.diff() <= 0).any():
+            raise ValueError(
+                "The draft vocabulary is not in ascending order, in which readers of d2t and t2d expect it."
+            )
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if format == "modelopt":
@@ -199,8 +205,28 @@ def owning(drafter: DSparkDrafter) -> DSparkDrafter:
     return drafter._with_embeddings()
 
 
+def check_dropped(drafter: DSparkDrafter, names: tuple[str, ...]) -> None:
+    """
+    Raises `ValueError` when the drafter owns an embedding or LM head that is left out although the target's differs. Only
+    known for a drafter that was bound to its target; formats mean them to be frozen copies.
+    """
+    if (target := bound_target(drafter)) is None:
+        return
+    for name, theirs in zip(EMBEDDINGS, target_embeddings(target), strict=True):
+        ours = drafter.state_dict().get(name)
+        if name in names and ours is not None and not torch.equal(ours, theirs.weight.to(ours)):
+            raise ValueError(
+                f"The drafter's own {name} is not its target's, but engines would use the target's. Load the drafter with "
+                "borrow_embeddings=True if that is meant, or write the native format, which keeps it."
+            )
+
+
+def bound_target(drafter: DSparkDrafter) -> PreTrainedModel | None:
+    return drafter._bound[0]() if drafter._bound is not None else None
+
+
 def target_architectures(drafter: DSparkDrafter) -> list[str]:
-    target = drafter._bound[0]() if drafter._bound is not None else None
+    target = bound_target(drafter)
     return [] if target is None else list(target.config.architectures or [type(target).__name__])
 
 
@@ -212,6 +238,9 @@ def check_written(drafter: DSparkDrafter, folder: Path, format: str) -> None:
         ValueError: listing what the format changed about the drafter, or could not hold.
     """
     checkpoint = read_checkpoint(folder, None, {})
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in type(drafter)(checkpoint.config).state_dict().items()}
+    checkpoint.check_tensors(expected)
     problems = list(differences(drafter.config, checkpoint.config))
     tensors = checkpoint.read_tensors(set(checkpoint.tensors))
     for name, ours in drafter.state_dict().items():
@@ -240,7 +269,7 @@ def differences(ours: DSparkConfig, read: DSparkConfig) -> Iterator[str]:
     for name in sorted(first.keys() - DESCRIPTIVE):
         if first[name] != second.get(name) and not _both_unused(name, ours):
             yield f"{name}={first[name]!r} would be read as {second.get(name)!r}"
-    causal, again = ([config.layer_is_causal(i) for i in range(len(config.layer_types))] for config in (ours, read))
+    causal, again = ([config.layer_is_causal(i) for i in range(config.num_hidden_layers)] for config in (ours, read))
     if causal != again:
         yield f"causal layers {causal} would be read as {again}"
 
@@ -250,19 +279,19 @@ def _both_unused(name: str, config: DSparkConfig) -> bool:
     return {
         "markov_head_type": not config.markov_rank,
         "confidence_head_with_markov": not config.enable_confidence_head,
-        "sliding_window": "sliding_attention" not in config.layer_types,
+        "sliding_window": "sliding_attention" not in (config.layer_types or ()),
     }.get(name, False)
 
 
 def _parse_problems(folder: Path, config: DSparkConfig) -> Iterator[str]:
     """What transformers' own configuration classes, through which the engines read, would make of the file."""
     parsed = AutoConfig.from_pretrained(folder)
-    if "sliding_attention" in config.layer_types and parsed.sliding_window != config.sliding_window:
+    if "sliding_attention" in (config.layer_types or ()) and parsed.sliding_window != config.sliding_window:
         yield f"sliding_window={config.sliding_window} is read as {parsed.sliding_window}"
-    rope = parsed.rope_parameters
+    rope, ours = parsed.rope_parameters, config.rope_parameters or {}
     theta = rope.get("full_attention", rope).get("rope_theta")
-    if theta != config.rope_parameters["rope_theta"]:
-        yield f"rope_theta={config.rope_parameters['rope_theta']} is read as {theta}"
+    if theta != ours["rope_theta"]:
+        yield f"rope_theta={ours['rope_theta']} is read as {theta}"
 
 
 def report(drafter: DSparkDrafter, dst: Path, format: str) -> Export:
@@ -270,6 +299,10 @@ def report(drafter: DSparkDrafter, dst: Path, format: str) -> Export:
     reasons = engines.obstacles(config, FORMAT_NAMES[format])
     made_for = MADE_FOR[format]
     notes = []
+    if format != "native" and drafter.embed_tokens is not None:
+        notes.append(
+            "the drafter's copies of its target's embedding and LM head are left out; engines use the target's"
+        )
     if drafter.dtype != torch.bfloat16:
         notes.append(f"weights are {str(drafter.dtype).removeprefix('torch.')}; engines run bfloat16, half the size")
     if not config.sample_from_anchor:

@@ -8,7 +8,9 @@ import typer
 
 from .bench import bench
 from .chat import chat
+from .convert import convert
 from .env import env
+from .inspect import inspect
 from .sweep import sweep
 
 app = typer.Typer(
@@ -41,4 +43,6 @@ def options(
 app.command()(bench)
 app.command()(sweep)
 app.command()(chat)
+app.command()(inspect)
+app.command()(convert)
 app.command()(env)

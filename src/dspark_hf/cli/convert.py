@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def convert(
 
     if format not in EXPORT_FORMATS:
         raise typer.BadParameter(f"--format {format} is none of {', '.join(EXPORT_FORMATS)}.")
-    hub = {"revision": revision, "subfolder": subfolder or ""}
+    hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder or ""}
     drafter = DSparkDrafter.from_pretrained(source, dtype=checked_dtype(dtype), **hub)
     bound = None
     if target is not None:

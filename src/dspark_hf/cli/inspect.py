@@ -42,7 +42,7 @@ def inspect(
     """
     from ..checkpoints import inspect_checkpoint
 
-    hub = {"revision": revision, "subfolder": subfolder or ""}
+    hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder or ""}
     found = inspect_checkpoint(checkpoint, **hub)
     probe = None
     if target is not None and found.refusal is None:
@@ -53,6 +53,7 @@ def inspect(
             shown["probe"] = {
                 "declared": probe.declared,
                 "accepted_drafts": {str(layout): mean for layout, mean in probe.acceptance.items()},
+                "standard_error": probe.standard_error,
                 "num_blocks": probe.num_blocks,
                 "is_mislabelled": probe.is_mislabelled,
             }

@@ -62,7 +62,7 @@ def acceptance_figure(document: dict[str, Any]) -> Any:
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel("tokens a target pass")
     axes.set_title("Acceptance length (1 = plain decoding)")
-    _legend(axes, len(methods))
+    _legend(figure, axes.get_legend_handles_labels()[0])
     return figure
 
 
@@ -72,7 +72,7 @@ def conditional_acceptance_figure(document: dict[str, Any]) -> Any:
     results = [r for r in document["results"] if r["conditional_acceptance"] and (r["kind"], r["group"]) in panels]
     if not results:
         return None
-    figure = _new_figure(WIDTH, 3.0)
+    figure = _new_figure(WIDTH, 3.2)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     methods = list(dict.fromkeys(r["method"] for r in results))
     for axes, (kind, group) in zip(all_axes, panels, strict=True):
@@ -96,24 +96,27 @@ def conditional_acceptance_figure(document: dict[str, Any]) -> Any:
         axes.set_title(group)
         axes.set_xlabel("slot")
         axes.set_ylim(0, 1.02)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    all_axes[0].set_ylabel("accepted, given all before were")
-    _legend(all_axes[-1], len(methods))
+        axes.xaxis.get_major_locator().set_params(integer=True, nbins=8)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    all_axes[0].set_ylabel("accepted, if all before were")
+    shown = {label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels())}
+    _legend(figure, list(shown.values()))
     return figure
 
 
 def threshold_figure(document: dict[str, Any]) -> Any:
     """Accepted and rejected drafts a round, and the rate, under each confidence threshold (as in Fig. 5)."""
-    panels = [
-        (r["group"], r["threshold_sweep"])
-        for r in document["results"]
-        if (r["kind"], r["group"]) in _panels(document) and r.get("threshold_sweep")
-    ]
-    # Of several methods with whole blocks, the first.
-    panels = list(dict(reversed(panels)).items())[::-1]
+    panels = []
+    for kind, group in _panels(document):
+        swept = [
+            r["threshold_sweep"]
+            for r in document["results"]
+            if (r["kind"], r["group"]) == (kind, group) and r.get("threshold_sweep")
+        ]
+        panels += [(group, sweep) for sweep in swept[:1]]  # Of several methods with whole blocks, the first.
     if not panels:
         return None
-    figure = _new_figure(WIDTH, 3.0)
+    figure = _new_figure(WIDTH, 3.2)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for i, (axes, (group, sweep)) in enumerate(zip(all_axes, panels, strict=True)):
         xs = [point["threshold"] for point in sweep]
@@ -131,8 +134,7 @@ def threshold_figure(document: dict[str, Any]) -> Any:
         rate.set_ylim(0, 102)
         if i == len(panels) - 1:
             rate.set_ylabel("accepted / verified, %")
-            lines = [*axes.get_legend_handles_labels()[0], *rate.get_legend_handles_labels()[0]]
-            axes.legend(handles=lines, fontsize=8, loc="lower left", framealpha=0.9)
+            _legend(figure, [*axes.get_legend_handles_labels()[0], *rate.get_legend_handles_labels()[0]])
         else:
             rate.tick_params(labelright=False)
     all_axes[0].set_ylabel("drafts a round")
@@ -204,7 +206,7 @@ def speed_figure(document: dict[str, Any]) -> Any:
         Line2D([], [], color="gray", marker=MARKERS[j % len(MARKERS)], linestyle="none", label=g)
         for j, g in enumerate(groups)
     ]
-    axes.legend(handles=handles, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.legend(handles=handles, fontsize=8, loc="outside right center", frameon=False)
     return figure
 
 
@@ -230,7 +232,7 @@ def profile_figure(document: dict[str, Any]) -> Any:
     handles = [
         Patch(facecolor=_color(i), hatch=_hatch(i), edgecolor="white", label=part) for i, part in enumerate(parts)
     ]
-    figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    _legend(figure, handles)
     return figure
 
 
@@ -265,7 +267,8 @@ def sweep_figure(points: Sequence[dict[str, Any]], over: str) -> Any:
             )
         axes.set_xlabel(over)
         axes.set_ylabel(title)
-    _legend(figure.axes[0], len(labels))
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    _legend(figure, figure.axes[0].get_legend_handles_labels()[0])
     return figure
 
 
@@ -295,9 +298,9 @@ def _draw_reliability(axes: Any, reliability: dict[str, Any], color: str) -> Non
     axes.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
 
 
-def _legend(axes: Any, num_entries: int) -> None:
-    if num_entries > 0:
-        axes.legend(fontsize=8, framealpha=0.9)
+def _legend(figure: Any, handles: Sequence[Any]) -> None:
+    """Below the panels, where nothing can be hidden by it."""
+    figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=4, frameon=False)
 
 
 def _panels(document: dict[str, Any]) -> list[tuple[str, str]]:
