@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import QuantizedLayer
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, QuantizedLayer
 
 from ..hidden_states import context_features, output_hidden_states
 from .registration import CACHE_KEY, TOKEN_TYPE_KEYS, extended_model_kwargs, is_stateful, prompt_mask_length
@@ -203,12 +203,16 @@ class TargetPass:
         return kwargs
 
     def _check_croppable(self) -> None:
-        # Quantized layers inherit a claim to be croppable in older versions of transformers.
-        if not self.cache.is_croppable or any(isinstance(layer, QuantizedLayer) for layer in self.cache.layers):
-            self.refuse(
-                f"the layers of its {type(self.cache).__name__} cannot be rolled back (recurrent state, quantized keys and "
-                "values, or a static sliding window)"
-            )
+        is_empty = self.past_length == 0
+        for layer in self.cache.layers:
+            # Layers with convolutions know it only once they are filled. Quantized layers inherit a claim to be croppable in
+            # older versions of transformers.
+            is_undecided = is_empty and isinstance(layer, LinearAttentionCacheLayerMixin)
+            if isinstance(layer, QuantizedLayer) or not (layer.is_croppable or is_undecided):
+                self.refuse(
+                    f"the layers of its {type(self.cache).__name__} cannot be rolled back ({type(layer).__name__}: recurrent state, "
+                    "quantized keys and values, or a static window)"
+                )
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises the `ValueError` of a call that has no exact answer here."""
