@@ -1,0 +1,106 @@
+"""When drafting does not pay, it is left out for a while: low acceptance must not cost.
+
+The verify schedulers decide after a round has been drafted, so its drafting cost is spent whatever they say. This
+decides before, from earlier rounds only, which keeps the output law exact.
+"""
+
+from __future__ import annotations
+
+
+class DraftingBackoff:
+    """
+    Skips drafting while it loses time, and tries again ever more rarely.
+
+    It keeps an account in units of one plain pass of the target. A drafted round earns the tokens it brings beyond the one
+    of a plain round, and costs the time it takes beyond a plain round. When the account is empty, drafting pauses; after
+    a pause it gets half the first credit to prove itself, and if that is lost the next pause is twice as long. So a hopeless
+    drafter costs `patience`, and half of that for each doubling of the number of tokens. What a good one
+    has earned carries it over bad stretches.
+
+    ```python
+    >>> backoff = DraftingBackoff(break_even=0.6, patience=1.0)
+    >>> for _ in range(2):
+    ...     backoff.observe(num_accepted=0, num_drafted=7)
+    >>> backoff.should_draft()
+    False
+
+    ```
+
+    Args:
+        break_even: Accepted drafts that pay for a drafted round: its time over that of a plain round, minus 1.
+        patience: What the account holds at the start, in plain passes.
+        savings: The most it holds.
+        first_pause, longest_pause: Rounds without drafting. The next pause is a first one again once the account is back
+            where it started.
+
+    Raises:
+        ValueError: for settings that make no sense.
+    """
+
+    def __init__(
+        self,
+        break_even: float = 0.5,
+        *,
+        patience: float = 2.0,
+        savings: float = 12.0,
+        first_pause: int = 16,
+        longest_pause: int = 512,
+    ):
+        if break_even < 0 or not 0 < patience <= savings or not 1 <= first_pause <= longest_pause:
+            raise ValueError(
+                f"break_even={break_even} must not be negative, and these must hold: 0 < patience={patience} <= "
+                f"savings={savings}, 1 <= first_pause={first_pause} <= longest_pause={longest_pause}."
+            )
+        self.break_even = break_even
+        self.patience = patience
+        self.savings = savings
+        self.first_pause = first_pause
+        self.longest_pause = longest_pause
+        self.start()
+
+    def start(self) -> None:
+        """Forgets all rounds."""
+        self._account = self.patience
+        self._rounds_to_skip = 0
+        self._next_pause = self.first_pause
+
+    def should_draft(self) -> bool:
+        """Whether the coming round should be drafted."""
+        return self._rounds_to_skip == 0
+
+    def observe(self, num_accepted: float, num_drafted: int, cost: float | None = None) -> None:
+        """
+        Takes in one round; to be called after each, drafted or not.
+
+        Args:
+            num_accepted: Drafts that passed; for a batch that drafts together, the mean of its rows.
+            num_drafted: Drafts made; 0 for a round without drafting.
+            cost: Time of the round beyond that of a plain one, in plain passes; `break_even` by default. Clock readings are
+                allowed here, but with them two runs of one seed may draft in different rounds.
+        """
+        if num_drafted == 0:
+            self._rounds_to_skip = max(0, self._rounds_to_skip - 1)
+            return
+        gain = num_accepted - (self.break_even if cost is None else cost)
+        self._account = min(self.savings, self._account + gain)
+        if self._account <= 0 and gain < 0:
+            self._pause()
+        elif self._account >= self.patience:
+            self._next_pause = self.first_pause
+
+    def _pause(self) -> None:
+        self._account = self.patience / 2
+        self._rounds_to_skip = self._next_pause
+        self._next_pause = min(2 * self._next_pause, self.longest_pause)
+
+
+def break_even_acceptance(plain_s: float, verify_s: float, drafting_s: float) -> float:
+    """
+    Accepted drafts a round must bring to be as fast as plain decoding.
+
+    Args:
+        plain_s: Seconds of a target pass over one token a row.
+        verify_s: Seconds of a target pass over the anchors and their drafts.
+        drafting_s: Seconds of drafting.
+    """
+    return max(0.0, (drafting_s + verify_s) / plain_s - 1)

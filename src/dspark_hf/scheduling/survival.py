@@ -1,0 +1,46 @@
+"""From confidence logits to the probability that a whole prefix of drafts passes (paper section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def calibrated_confidence(confidence_logits: torch.Tensor, temperatures: Sequence[float] | None = None) -> torch.Tensor:
+    """
+    `c_k = sigmoid(logit_k / T_k)`: the probability that draft `k` passes given that all before it passed.
+
+    Args:
+        confidence_logits: `[..., G]`.
+        temperatures: `T_k` of each slot, at least `G` of them; all 1 by default.
+
+    Returns:
+        Float32 probabilities, `[..., G]`.
+    """
+    logits = confidence_logits.float()
+    if temperatures is not None:
+        logits = logits / torch.tensor(temperatures[: logits.shape[-1]], device=logits.device)
+    return torch.sigmoid(logits)
+
+
+def prefix_survival(confidence: torch.Tensor) -> torch.Tensor:
+    """
+    `a_k`, the product of `c_1 .. c_k`: the probability that drafts 1 to `k` all pass.
+
+    Args:
+        confidence: `[..., G]`.
+
+    Returns:
+        Float64, never increasing along the slots, `[..., G]`.
+    """
+    return confidence.double().cumprod(-1)
+
+
+def confident_lengths(confidence: torch.Tensor, threshold: float) -> torch.LongTensor:
+    """
+    Slots before the first one less confident than `threshold`, `[..., G]` -> `[...]` (static threshold, section 3.3).
+
+    It is `c_k` that is compared, not the survival `a_k`: 0 keeps every slot.
+    """
+    return (confidence >= threshold).long().cumprod(-1).sum(-1)  # type: ignore[return-value]

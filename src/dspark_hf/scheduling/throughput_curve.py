@@ -1,0 +1,305 @@
+"""What a target pass costs by the number of tokens in it: `SPS(B)` of paper section 4, measured once on the real machine.
+
+A curve is only true where it was measured, so it carries a description of that: the model, its number type, the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+DEFAULT_TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+# A curve measured with another of these is wrong for the target; with another of those below, it may be.
+MUST_AGREE = ("config_hash", "dtype", "device")
+SHOULD_AGREE = ("attention", "num_threads", "versions")
+
+# What a configuration says besides how the model computes.
+_NOT_COMPUTATION = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+
+
+class ThroughputCurve:
+    """
+    Seconds of a target pass as a function of the tokens in it.
+
+    Noise in the measurements is repaired: a pass over more tokens never counts as faster. Where neighbouring measurements
+    contradict that, each counts as their mean (isotonic regression). Between measured numbers of tokens the seconds
+    are interpolated linearly; below the smallest they are its own; above the largest they grow as between the last two.
+
+    ```python
+    >>> curve = ThroughputCurve([1, 2, 4], [0.010, 0.011, 0.013])
+    >>> round(float(curve.steps_per_second(3)), 1)
+    83.3
+
+    ```
+
+    Args:
+        token_counts: Tokens a pass, strictly rising, `[N]`.
+        pass_s: Seconds as measured, `[N]`.
+        measured_on: What they were measured on.
+
+    Raises:
+        ValueError: for numbers that are no such measurements.
+    """
+
+    def __init__(self, token_counts: Sequence[int], pass_s: Sequence[float], measured_on: dict[str, Any] | None = None):
+        counts, seconds = np.asarray(token_counts, dtype=np.int64), np.asarray(pass_s, dtype=np.float64)
+        if not len(counts) or len(counts) != len(seconds) or counts[0] < 1 or (np.diff(counts) <= 0).any():
+            raise ValueError(
+                f"A curve needs strictly rising numbers of tokens, from 1 up, and one time for each; got {list(token_counts)} "
+                f"and {len(seconds)} times."
+            )
+        if not (np.isfinite(seconds) & (seconds > 0)).all():
+            raise ValueError(f"Seconds of a pass must be positive, got {list(pass_s)}.")
+        self.token_counts = counts
+        self.measured_s = seconds
+        self.pass_s = never_falling(seconds)
+        self.measured_on = measured_on or {}
+        self._table = np.empty(0)
+
+    @classmethod
+    def from_steps_per_second(cls, steps_per_second: Mapping[int, float]) -> ThroughputCurve:
+        """From passes a second for each number of tokens."""
+        counts = sorted(steps_per_second)
+        return cls(counts, [1 / steps_per_second[count] for count in counts])
+
+    # ------------------------------------------------------------------ reading
+
+    def seconds(self, num_tokens: Any) -> np.ndarray:
+        """Seconds of a pass over each of `num_tokens` tokens, of the same shape."""
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        beyond = np.maximum(tokens - self.token_counts[-1], 0)
+        return np.interp(tokens, self.token_counts, self.pass_s) + beyond * self._last_slope()
+
+    def steps_per_second(self, num_tokens: Any) -> np.ndarray:
+        """`SPS(B)`: passes a second over each of `num_tokens` tokens, of the same shape."""
+        return 1 / self.seconds(num_tokens)
+
+    def table(self, max_tokens: int) -> np.ndarray:
+        """`SPS(B)` at index `B`, for at least `B = 0 .. max_tokens`. Not to be written to."""
+        if len(self._table) <= max_tokens:
+            self._table = self.steps_per_second(np.arange(2 * max_tokens + 1))
+        return self._table
+
+    def with_overhead(self, seconds: float) -> ThroughputCurve:
+        """
+        The curve of whole rounds: each pass takes `seconds` longer, for what a round does besides (drafting, above all).
+
+        With it a scheduler weighs drafts against the time of the round instead of that of the target alone: time that is
+        spent anyway makes each further draft worth more.
+        """
+        measured_on = self.measured_on | {"overhead_s": self.measured_on.get("overhead_s", 0.0) + seconds}
+        return type(self)(self.token_counts.tolist(), (self.measured_s + seconds).tolist(), measured_on)
+
+    def _last_slope(self) -> float:
+        if len(self.token_counts) < 2:
+            return 0.0
+        return float((self.pass_s[-1] - self.pass_s[-2]) / (self.token_counts[-1] - self.token_counts[-2]))
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the curve, as measured, to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "token_counts": self.token_counts.tolist(),
+            "pass_s": self.measured_s.tolist(),
+            "measured_on": self.measured_on,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ThroughputCurve:
+        return cls(fields["token_counts"], fields["pass_s"], dict(fields.get("measured_on") or {}))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], target: Any = None) -> ThroughputCurve:
+        """
+        Reads a curve.
+
+        Args:
+            path: A file that [`~ThroughputCurve.save`] wrote.
+            target: The model it is to be used for, see [`~ThroughputCurve.check`].
+        """
+        curve = cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        if target is not None:
+            curve.check(target)
+        return curve
+
+    def check(self, target: Any) -> None:
+        """
+        Makes sure that the curve is one of this target on this machine. Warns where library versions, threads or the
+        attention implementation differ.
+
+        Raises:
+            ValueError: when it was measured on another model, number type or device.
+        """
+        here = describe(target)
+        wrong = _differences(self.measured_on, here, MUST_AGREE)
+        if wrong:
+            raise ValueError(
+                f"This throughput curve was measured on {self.measured_on.get('model', 'an unnamed model')!r} and cannot be used "
+                f"for {here['model']!r}: {'; '.join(wrong)}. Measure one with ThroughputCurve.measure(target)."
+            )
+        doubtful = _differences(self.measured_on, here, SHOULD_AGREE)
+        if doubtful:
+            warnings.warn(
+                f"This throughput curve may be off: {'; '.join(doubtful)}. Measure it again to be sure.", stacklevel=2
+            )
+
+    # ------------------------------------------------------------------ measuring
+
+    @classmethod
+    def measure(
+        cls,
+        target: Any,
+        token_counts: Sequence[int] = DEFAULT_TOKEN_COUNTS,
+        *,
+        context_length: int = 512,
+        num_rows: int = 1,
+        compile: bool = False,
+        num_warmup: int = 3,
+        num_repeats: int = 15,
+        forward_kwargs: dict[str, Any] | None = None,
+    ) -> ThroughputCurve:
+        """
+        Times the target's verification pass: new tokens on top of a cached context.
+
+        All numbers of tokens are timed in turn, again and again, so that a slow spell of the machine hits all of
+        them alike; each counts with its median.
+
+        Args:
+            target: A causal language model of transformers, in evaluation mode.
+            token_counts: Tokens a pass, all rows together; multiples of `num_rows`.
+            context_length: Tokens in the cache of each row.
+            num_rows: Rows the tokens are spread over.
+            compile: Whether to time `torch.compile(target, dynamic=True)`.
+            num_warmup, num_repeats: Passes for each number of tokens, before and during the measurement.
+            forward_kwargs: Further arguments of the target's forward pass, such as the hidden states it is to return.
+
+        Raises:
+            ValueError: for a number of tokens that the rows cannot share equally.
+        """
+        counts = sorted(set(token_counts))
+        if not counts or any(count % num_rows or count < 1 for count in counts):
+            raise ValueError(f"token_counts={list(token_counts)} must be positive multiples of num_rows={num_rows}.")
+        forward = torch.compile(target, dynamic=True) if compile else target
+        timer = _PassTimer(target, forward, num_rows, context_length, forward_kwargs or {})
+        times: dict[int, list[float]] = {count: [] for count in counts}
+        with torch.no_grad():
+            for turn in range(num_warmup + num_repeats):
+                for count in counts:
+                    elapsed = timer.time_pass(count // num_rows)
+                    if turn >= num_warmup:
+                        times[count].append(elapsed)
+        measured_on = describe(target) | {
+            "context_length": context_length,
+            "num_rows": num_rows,
+            "compiled": compile,
+            "num_repeats": num_repeats,
+        }
+        return cls(counts, [statistics.median(times[count]) for count in counts], measured_on)
+
+
+class _PassTimer:
+    """Times passes of `num_tokens` a row on top of one cached context."""
+
+    def __init__(self, target: Any, forward: Any, num_rows: int, context_length: int, forward_kwargs: dict[str, Any]):
+        self._forward = forward
+        self._device = torch.device(target.device)
+        self._num_rows = num_rows
+        self._vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        self._kwargs = {"use_cache": True} | forward_kwargs
+        with torch.no_grad():
+            output = target(input_ids=self._tokens(max(context_length, 1)), **self._kwargs)
+        # transformers 5.24 renamed both the field of the output and the argument.
+        self._cache_key = "cache" if getattr(output, "cache", None) is not None else "past_key_values"
+        self._cache = getattr(output, self._cache_key)
+        self._is_croppable = bool(getattr(self._cache, "is_croppable", False))
+        if self._is_croppable:
+            self._cache.activate_past_recording()
+
+    def time_pass(self, num_tokens: int) -> float:
+        """Seconds of one pass, after which the cache is as before."""
+        cache = self._cache if self._is_croppable else copy.deepcopy(self._cache)
+        kwargs = self._kwargs | {"input_ids": self._tokens(num_tokens), self._cache_key: cache}
+        self._synchronize()
+        started = time.perf_counter()
+        self._forward(**kwargs)
+        self._synchronize()
+        elapsed = time.perf_counter() - started
+        if self._is_croppable:
+            self._cache.crop(-num_tokens)
+        return elapsed
+
+    def _tokens(self, num_tokens: int) -> torch.Tensor:
+        return torch.randint(self._vocab_size, (self._num_rows, num_tokens), device=self._device)
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+# ---------------------------------------------------------------------- pure parts
+
+
+def never_falling(values: np.ndarray) -> np.ndarray:
+    """The closest never-falling sequence in the least-squares sense (isotonic regression, equal weights), `[N]`."""
+    blocks: list[tuple[float, int]] = []  # mean and length of each run of equal results
+    for value in values.tolist():
+        mean, length = value, 1
+        while blocks and blocks[-1][0] > mean:
+            previous_mean, previous_length = blocks.pop()
+            mean = (previous_mean * previous_length + mean * length) / (previous_length + length)
+            length += previous_length
+        blocks.append((mean, length))
+    return np.repeat([mean for mean, _ in blocks], [length for _, length in blocks])
+
+
+def describe(target: Any) -> dict[str, Any]:
+    """What a curve measured on `target` here is true for."""
+    import transformers
+
+    device = torch.device(target.device)
+    return {
+        "model": getattr(target.config, "name_or_path", "") or type(target).__name__,
+        "config_hash": config_hash(target.config),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": f"{device.type}: {_device_name(device)}",
+        "attention": getattr(target.config, "_attn_implementation", None),
+        "num_threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def config_hash(config: Any) -> str:
+    """Tells models apart whose passes cost differently: a hash of what the configuration says of the computation."""
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_COMPUTATION}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu" and Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [f"{n} was {there[n]!r} and is {here[n]!r}" for n in names if n in there and there[n] != here[n]]

@@ -1,0 +1,25 @@
+"""Training a drafter: the target's own responses, its features, and the trainer. `docs` of each name in its module."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "CachedFeatureDataset": "features",
+    "DSparkCollator": "collator",
+    "DSparkTrainer": "trainer",
+    "DSparkTrainingArguments": "arguments",
+    "cache_features": "features",
+    "encode_rows": "chat",
+    "select_draft_vocabulary": "draft_vocab",
+    "set_draft_vocabulary": "draft_vocab",
+}
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    # On demand: `python -m dspark_hf.training.regeneration` needs none of what a trainer does.
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)

@@ -1,0 +1,92 @@
+"""From rows of tokens to the padded batch that one training step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..configuration_dspark import DSparkConfig
+from .anchors import counted_drafts, position_weights, row_generator, sample_anchors, stack_anchors
+
+# What a feature cache adds to a row; each is padded like the tokens.
+FEATURE_KEYS = ("context_features", "last_hidden_states", "log_normalizers", "greedy_ids")
+
+
+class DSparkCollator:
+    """
+    Pads rows on the right and samples their anchors.
+
+    A row is `{"input_ids": [T], "loss_mask": [T]}`, with the entries of `FEATURE_KEYS` where features are cached. Rows
+    without anchors (no response, or one of a single token) are harmless: their blocks are fillers that count nothing.
+
+    Args:
+        config (`DSparkConfig`): The drafter's; gives the number of drafts a block.
+        num_anchors (`int`): At most this many blocks a row.
+        position_decay (`float`, *optional*): Draft `j` weighs `exp(-j / position_decay)`; `None` or 0 weighs all alike.
+        seed (`int`): Seeds the anchors, together with the epoch and each row's tokens.
+        pad_token_id (`int`): What padding is filled with; it is masked everywhere.
+    """
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        num_anchors: int = 512,
+        position_decay: float | None = 4.0,
+        seed: int = 0,
+        pad_token_id: int = 0,
+    ):
+        if num_anchors < 1:
+            raise ValueError(f"num_anchors is {num_anchors}; a row needs at least one block to learn from.")
+        self.num_anchors = num_anchors
+        self.num_drafts = config.num_draft_tokens
+        self.weights = position_weights(self.num_drafts, position_decay)
+        self.seed = seed
+        self.pad_token_id = pad_token_id
+        # Shared memory, so that workers which outlive an epoch see the next one's number.
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Anchors are drawn anew every epoch."""
+        self._epoch.fill_(epoch)
+
+    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """
+        Returns:
+            `input_ids` and `attention_mask` `[B, T]`; `anchor_positions` and `keep_anchors` `[B, A]`; `draft_weights`
+            `[B, A, J]`, 0 where a draft does not count; and the padded features `[B, T, ...]` where rows have them.
+        """
+        epoch = int(self._epoch)
+        input_ids = [torch.as_tensor(row["input_ids"]).long() for row in rows]
+        loss_masks = [torch.as_tensor(row["loss_mask"]).bool() for row in rows]
+        for ids, mask in zip(input_ids, loss_masks, strict=True):
+            if ids.shape != mask.shape:
+                raise ValueError(f"A row has {len(ids)} input_ids but {len(mask)} entries in loss_mask.")
+        anchors = stack_anchors(
+            [
+                sample_anchors(mask, self.num_anchors, row_generator(self.seed, epoch, ids))
+                for ids, mask in zip(input_ids, loss_masks, strict=True)
+            ]
+        )
+        length = max(1, *(len(ids) for ids in input_ids))
+        counted = counted_drafts(pad_rows(loss_masks, length), anchors, self.num_drafts)
+        batch = {
+            "input_ids": pad_rows(input_ids, length, self.pad_token_id),
+            "attention_mask": pad_rows([torch.ones_like(mask) for mask in loss_masks], length),
+            "anchor_positions": anchors.positions,
+            "keep_anchors": anchors.keep,
+            "draft_weights": counted * self.weights,
+        }
+        for key in FEATURE_KEYS:
+            if all(key in row for row in rows):
+                batch[key] = pad_rows([torch.as_tensor(row[key]) for row in rows], length)
+        return batch
+
+
+def pad_rows(rows: list[torch.Tensor], length: int, value: float = 0) -> torch.Tensor:
+    """Rows `[T_i, ...]` -> `[B, length, ...]`, padded on the right."""
+    padded = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), value)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return padded

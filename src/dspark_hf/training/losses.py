@@ -1,0 +1,431 @@
+"""The training loss (paper section 4): cross-entropy, total variation and the confidence head's.
+
+    L = ce_weight * CE + tv_weight * TV + confidence_weight * CONF
+
+`TV = ||p_d - p_t||_1` is not halved; the confidence head learns `1 - TV / 2`, the probability that a draft passes. Each
+term is a mean over the drafts that count, weighted by their position; numerator and denominator are summed over
+everything that makes one optimiser step, so how a batch is cut into micro-batches and ranks does not change it.
+
+[`eager_losses`] is the definition. [`chunked_losses`] computes the same a few drafts at a time, gradients included, so
+that no logits of all drafts at once ever exist: with 512 anchors and a vocabulary of 150,000 they would be gigabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..embeddings import SharedEmbeddings
+from ..modeling_dspark import DSparkDrafter
+
+_EPSILON = 1e-6  # In the denominator of every mean: a step without a single counted draft has loss 0.
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """How much each term counts."""
+
+    ce: float = 0.1
+    tv: float = 0.9
+    confidence: float = 1.0
+
+
+class DraftTargets(NamedTuple):
+    """
+    What drafts are compared with. `N` are any leading axes.
+
+    Args:
+        labels (`[N]`): The true token.
+        hidden_states (`[N, D]`): The target's last hidden state (after its final norm) that predicts the token.
+        weights (`[N]`): Position weight; 0 where a draft does not count.
+        log_normalizers (`[N]`, *optional*): Log of the target's softmax denominator over the FULL vocabulary.
+        greedy_ids (`[N]`, *optional*): The target's most likely token. Given together with `log_normalizers`: then a
+            reduced draft vocabulary needs no other logits than its own.
+    """
+
+    labels: torch.LongTensor
+    hidden_states: torch.Tensor
+    weights: torch.Tensor
+    log_normalizers: torch.Tensor | None = None
+    greedy_ids: torch.LongTensor | None = None
+
+    def select(self, index) -> DraftTargets:
+        """The same of some of the drafts."""
+        return DraftTargets(*(None if values is None else values[index] for values in self))
+
+
+class DraftLosses(NamedTuple):
+    """Of each draft, `[N]`: cross-entropy, total variation (in [0, 2]), and whether both argmaxes agree."""
+
+    cross_entropy: torch.Tensor
+    total_variation: torch.Tensor
+    agrees: torch.Tensor
+
+
+class TargetLaw(NamedTuple):
+    """
+    The target's law over the draft vocabulary.
+
+    Args:
+        probs (`[N, V_draft]`): float32; sums to less than 1 where the draft vocabulary is reduced.
+        outside (`[N]`): Probability of all other tokens.
+        greedy_ids (`[N]`): The most likely token of the full vocabulary.
+    """
+
+    probs: torch.Tensor
+    outside: torch.Tensor
+    greedy_ids: torch.Tensor
+
+
+class TargetHead:
+    """
+    The target's law from its last hidden states.
+
+    Args:
+        embeddings (`SharedEmbeddings`): The target's own embedding and LM head, with the drafter's draft vocabulary.
+        softcap (`float`, *optional*): The target's final soft cap on its logits.
+    """
+
+    def __init__(self, embeddings: SharedEmbeddings, softcap: float | None = None):
+        self.embeddings = embeddings
+        self.softcap = softcap
+        ids = embeddings.draft_token_ids
+        self.draft_token_ids = ids
+        self._index: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def law(self, targets: DraftTargets) -> TargetLaw:
+        """`[N, D]` hidden states -> the law of each."""
+        ids = self.draft_token_ids
+        if ids is None or targets.log_normalizers is None or targets.greedy_ids is None:
+            logits = self.capped(self.embeddings.target_logits(targets.hidden_states))  # [N, V]
+            probs, greedy_ids = logits.softmax(dim=-1), logits.argmax(dim=-1)
+            if ids is None:
+                return TargetLaw(probs, probs.new_zeros(probs.shape[:-1]), greedy_ids)
+            probs = probs[..., ids.to(probs.device)]
+        else:
+            logits = self.capped(self.embeddings.logits(targets.hidden_states))  # [N, V_draft]
+            probs, greedy_ids = logits.sub_(targets.log_normalizers[..., None]).exp_(), targets.greedy_ids
+        outside = (1 - probs.sum(dim=-1)).clamp_min(0)
+        return TargetLaw(probs, outside, greedy_ids)
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits in float32, in memory of their own, soft-capped where the target caps."""
+        if self.softcap is not None:
+            return torch.tanh(logits.float() / self.softcap).mul_(self.softcap)
+        return logits.float() if logits.dtype != torch.float32 else logits.clone()
+
+    def draft_indices(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Where tokens are in the draft vocabulary; -1 for those that are not."""
+        ids = self.draft_token_ids
+        if ids is None:
+            return token_ids
+        ids = ids.to(token_ids.device)
+        index = torch.searchsorted(ids, token_ids).clamp_max(len(ids) - 1)
+        return torch.where(ids[index] == token_ids, index, -1)
+
+
+# ------------------------------------------------------------------------------------------------- the two computations
+
+
+def eager_losses(
+    draft_logits: torch.Tensor, law: TargetLaw, label_index: torch.Tensor, greedy_index: torch.Tensor
+) -> DraftLosses:
+    """
+    The definition, for logits that fit in memory.
+
+    Args:
+        draft_logits: Base logits plus transition bias, `[N, V_draft]`.
+        law: The target's.
+        label_index, greedy_index: The true token and the target's most likely one in the draft vocabulary, `[N]`; -1
+            outside it. A true token outside has no cross-entropy: nothing the drafter does could lower it.
+    """
+    log_probs = draft_logits.float().log_softmax(dim=-1)  # [N, V_draft]
+    cross_entropy = -log_probs.gather(-1, label_index.clamp_min(0)[..., None]).squeeze(-1)
+    cross_entropy = cross_entropy * (label_index >= 0)
+    total_variation = (log_probs.exp() - law.probs).abs().sum(dim=-1) + law.outside
+    return DraftLosses(cross_entropy, total_variation, draft_logits.argmax(dim=-1) == greedy_index)
+
+
+def losses_and_gradient(
+    draft_logits: torch.Tensor,
+    law: TargetLaw,
+    label_index: torch.Tensor,
+    greedy_index: torch.Tensor,
+    ce_weights: torch.Tensor,
+    tv_weights: torch.Tensor,
+) -> tuple[DraftLosses, torch.Tensor]:
+    """
+    As [`eager_losses`], and the gradient of `sum(ce_weights * CE + tv_weights * TV)` with respect to the logits.
+
+    With `s = sign(p_d - p_t)` it is `ce (p_d - onehot) + tv p_d (s - <p_d, s>)`. Works in place: the logits and the
+    law's probabilities are destroyed.
+    """
+    inside = label_index >= 0
+    label_index = label_index.clamp_min(0)[:, None]
+    agrees = draft_logits.argmax(dim=-1) == greedy_index
+    draft_logits -= draft_logits.amax(dim=-1, keepdim=True)
+    label_logits = draft_logits.gather(-1, label_index).squeeze(-1)
+    probs = draft_logits.exp_()  # [N, V_draft]
+    normalizers = probs.sum(dim=-1, keepdim=True)
+    probs /= normalizers
+    cross_entropy = (normalizers.squeeze(-1).log() - label_logits) * inside
+    signs = torch.sub(probs, law.probs, out=law.probs)
+    total_variation = torch.linalg.vector_norm(signs, 1, dim=-1) + law.outside
+    signs.sign_()
+    ce_weights = (ce_weights * inside)[:, None]
+    tv_weights = tv_weights[:, None]
+    mean_sign = torch.linalg.vecdot(probs, signs).unsqueeze(-1)  # <p_d, s>
+    gradient = signs.mul_(tv_weights).add_(ce_weights - tv_weights * mean_sign).mul_(probs)
+    gradient.scatter_add_(-1, label_index, -ce_weights)
+    return DraftLosses(cross_entropy, total_variation, agrees), gradient
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """
+    Weighted sum of CE and TV over all drafts, with its gradient computed chunk by chunk in the forward pass.
+
+    Unlike checkpointing this computes every chunk once, and keeps no logits at all between forward and backward.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states, features, compute: Callable, chunk_size: int, learns: bool, *parameters):
+        inputs = [hidden_states, *([] if features is None else [features])]
+        gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+        input_gradients = [torch.empty_like(t) for t in inputs]
+        loss = hidden_states.new_zeros((), dtype=torch.float32)
+        parts = []
+        for start in range(0, len(hidden_states), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            with torch.set_grad_enabled(learns):
+                leaves = [t[chunk].detach().requires_grad_(learns) for t in inputs]
+                logits, losses, gradient, chunk_loss = compute(chunk, *leaves)
+            loss += chunk_loss
+            parts.append(losses)
+            if learns:
+                wanted = [*leaves, *(p for p in parameters if p.requires_grad)]
+                found = iter(torch.autograd.grad(logits, wanted, gradient, allow_unused=True))
+                for total in input_gradients:
+                    part = next(found)
+                    total[chunk] = 0 if part is None else part
+                for parameter, total in zip(parameters, gradients, strict=True):
+                    if parameter.requires_grad and (part := next(found)) is not None:
+                        total += part
+        ctx.save_for_backward(*input_gradients, *gradients)
+        ctx.has_features = features is not None
+        losses = DraftLosses(*(torch.cat(values) for values in zip(*parts, strict=True))) if parts else _no_losses(loss)
+        ctx.mark_non_differentiable(*losses)
+        return loss, *losses
+
+    @staticmethod
+    def backward(ctx, grad_loss, *unused):
+        hidden_gradient, *others = ctx.saved_tensors
+        if not ctx.has_features:
+            others = [None, *others]
+        scaled = [None if g is None else g * grad_loss.to(g.dtype) for g in (hidden_gradient, *others)]
+        return scaled[0], scaled[1], None, None, None, *scaled[2:]
+
+
+def _no_losses(like: torch.Tensor) -> DraftLosses:
+    return DraftLosses(like.new_zeros(0), like.new_zeros(0), like.new_zeros(0, dtype=torch.bool))
+
+
+def chunked_losses(
+    drafter: DSparkDrafter,
+    embeddings: SharedEmbeddings,
+    head: TargetHead,
+    hidden_states: torch.Tensor,
+    features: torch.Tensor | None,
+    targets: DraftTargets,
+    weights: LossWeights,
+    chunk_size: int,
+) -> tuple[torch.Tensor, DraftLosses]:
+    """
+    `sum(w (ce_weight CE + tv_weight TV))` over all drafts, differentiable, and the losses of each draft, which are not.
+
+    Args:
+        drafter, embeddings, head: Whose logits and law.
+        hidden_states: The backbone's, `[N, D]`.
+        features: The sequential head's, `[N, r]`; `None` without one.
+        targets: What to compare with, `[N]`.
+        weights: Of the terms.
+        chunk_size: Drafts whose logits exist at once.
+    """
+    label_index = head.draft_indices(targets.labels)
+
+    def compute(chunk: slice, hidden: torch.Tensor, feature: torch.Tensor | None = None):
+        logits = _draft_logits(drafter, embeddings, hidden, feature)
+        some = targets.select(chunk)
+        with torch.no_grad():
+            law = head.law(some)
+            greedy_index = head.draft_indices(law.greedy_ids)
+            ce_weights, tv_weights = some.weights * weights.ce, some.weights * weights.tv
+            values = logits.detach() if feature is not None else logits.detach().clone()  # Overwritten below.
+            losses, gradient = losses_and_gradient(
+                values, law, label_index[chunk], greedy_index, ce_weights, tv_weights
+            )
+            loss = (ce_weights * losses.cross_entropy + tv_weights * losses.total_variation).sum()
+        return logits, losses, gradient, loss
+
+    parameters = () if drafter.markov_head is None else tuple(drafter.markov_head.markov_w2.parameters())
+    loss, *losses = _ChunkedLoss.apply(
+        hidden_states, features, compute, chunk_size, torch.is_grad_enabled(), *parameters
+    )
+    return loss, DraftLosses(*losses)
+
+
+def _draft_logits(drafter: DSparkDrafter, embeddings: SharedEmbeddings, hidden, features) -> torch.Tensor:
+    """Base logits, soft-capped where configured, plus the transition bias, which is not. `[N, V_draft]`, float32."""
+    logits = drafter.base_logits(hidden, embeddings)
+    if features is not None:
+        logits = logits + drafter.markov_head.markov_w2(features)
+    return logits
+
+
+# ----------------------------------------------------------------------------------------------------------- objective
+
+
+@dataclass
+class DSparkObjective:
+    """
+    The loss of one micro-batch, as `drafter.forward(..., objective=...)` calls it.
+
+    Args:
+        head (`TargetHead`): The target's law.
+        embeddings (`SharedEmbeddings`): The drafter's.
+        targets (`DraftTargets`): Of shape `[B, A, J]`.
+        previous_ids (`torch.LongTensor`): The true token before each draft, `[B, A, J]` (teacher forcing).
+        weights (`LossWeights`): Of the terms.
+        normalizer (`torch.Tensor`, *optional*): Sum of the position weights of everything in the optimiser step; of this
+            micro-batch by default.
+        chunk_size (`int`): Drafts whose logits exist at once; 0 computes all at once with [`eager_losses`].
+    """
+
+    head: TargetHead
+    embeddings: SharedEmbeddings
+    targets: DraftTargets
+    previous_ids: torch.LongTensor
+    weights: LossWeights
+    normalizer: torch.Tensor | None = None
+    chunk_size: int = 1024
+
+    def __call__(
+        self, drafter: DSparkDrafter, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Hidden states `[B, A * G, D]` -> the loss and the sums of [`metric_sums`]."""
+        batch, num_anchors, num_drafts = self.previous_ids.shape
+        hidden = hidden_states.view(batch, num_anchors, -1, hidden_states.shape[-1])
+        hidden = hidden[:, :, -num_drafts:]  # The anchor's own slot predicts nothing where there is one slot more.
+        counted = self.targets.weights > 0  # [B, A, J]
+        features = None
+        if drafter.markov_head is not None:
+            # Before the selection: a recurrent head has to walk through all slots of a block.
+            features = drafter.markov_head.features(self.previous_ids, hidden)[counted]  # [N, r]
+        hidden, targets = hidden[counted], self.targets.select(counted)  # [N, D]
+
+        if self.chunk_size:
+            loss, losses = chunked_losses(
+                drafter, self.embeddings, self.head, hidden, features, targets, self.weights, self.chunk_size
+            )
+        else:
+            loss, losses = self.eager(drafter, hidden, features, targets)
+
+        confidence_loss, confidence = loss.new_zeros(()), None
+        acceptance = (1 - losses.total_variation.detach() / 2).clamp(0, 1)  # [N]
+        if drafter.confidence_head is not None:
+            previous = None
+            if drafter.confidence_head.with_markov:
+                previous = drafter.markov_head.markov_w1(self.previous_ids[counted])
+            logits = drafter.confidence_head(hidden, previous).float()
+            confidence = torch.sigmoid(logits.detach())
+            terms = nn.functional.binary_cross_entropy_with_logits(logits, acceptance, reduction="none")
+            confidence_loss = (terms * targets.weights).sum()
+        if self.weights.confidence:
+            loss = loss + self.weights.confidence * confidence_loss
+
+        total = targets.weights.sum()
+        normalizer = total if self.normalizer is None else self.normalizer
+        metrics = metric_sums(counted, targets.weights, losses, acceptance, confidence, confidence_loss.detach())
+        return loss / (normalizer + _EPSILON), metrics
+
+    def eager(self, drafter, hidden, features, targets: DraftTargets) -> tuple[torch.Tensor, DraftLosses]:
+        """The readable form of [`chunked_losses`]."""
+        law = self.head.law(targets)
+        label_index, greedy_index = self.head.draft_indices(targets.labels), self.head.draft_indices(law.greedy_ids)
+        losses = eager_losses(_draft_logits(drafter, self.embeddings, hidden, features), law, label_index, greedy_index)
+        terms = self.weights.ce * losses.cross_entropy + self.weights.tv * losses.total_variation
+        return (terms * targets.weights).sum(), losses
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+
+
+def metric_sums(
+    counted: torch.Tensor,
+    weights: torch.Tensor,
+    losses: DraftLosses,
+    acceptance: torch.Tensor,
+    confidence: torch.Tensor | None,
+    confidence_loss: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """
+    Sums from which [`summarize`] makes the logged numbers; those of several batches are simply added.
+
+    Args:
+        counted: `[B, A, J]`, bool.
+        weights, losses, acceptance, confidence: Of the `N` counted drafts.
+        confidence_loss: Already summed.
+    """
+
+    def by_draft(values: torch.Tensor) -> torch.Tensor:
+        spread = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)
+        return spread.masked_scatter_(counted, values.float())  # [B, A, J], 0 where not counted
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return values.sum(dim=(0, 1))  # [J]
+
+    agrees, accepted = by_draft(losses.agrees), by_draft(acceptance)
+    sums = {
+        "weight": weights.sum(),
+        "ce": (weights * losses.cross_entropy.detach()).sum(),
+        "tv": (weights * losses.total_variation.detach()).sum(),
+        "confidence_loss": confidence_loss,
+        "counted": total(counted.float()),
+        "acceptance": total(accepted),
+        "agreement": total(agrees),
+        # Counted drafts are a prefix of their block, so these products never cross an uncounted one.
+        "survival": total(accepted.cumprod(dim=-1)),
+        "greedy_survival": total(agrees.cumprod(dim=-1)),
+    }
+    if confidence is not None:
+        error = weights * (confidence - acceptance)
+        sums["confidence_error"], sums["confidence_bias"] = error.abs().sum(), error.sum()
+    return {name: value.detach() for name, value in sums.items()}
+
+
+def summarize(sums: dict[str, torch.Tensor], weights: LossWeights) -> dict[str, float]:
+    """
+    The logged numbers.
+
+    `acceptance_length` is the expected number of tokens a target pass commits, bonus included, when drafts are sampled
+    and the text so far is that of the data; `greedy_acceptance_length` the same for greedy drafting. `acceptance_k` is
+    the probability that draft `k` (from 1) passes when those before it did.
+    """
+    weight = float(sums["weight"]) + _EPSILON
+    counted = sums["counted"].clamp_min(1)
+    results = {name: float(sums[key]) / weight for name, key in (("ce_loss", "ce"), ("tv_loss", "tv"))}
+    results["total_loss"] = weights.ce * results["ce_loss"] + weights.tv * results["tv_loss"]
+    results["acceptance_length"] = 1 + float((sums["survival"] / counted).sum())
+    results["greedy_acceptance_length"] = 1 + float((sums["greedy_survival"] / counted).sum())
+    if "confidence_error" in sums:
+        results["confidence_loss"] = float(sums["confidence_loss"]) / weight
+        results["total_loss"] += weights.confidence * results["confidence_loss"]
+        results["confidence_error"] = float(sums["confidence_error"]) / weight
+        results["confidence_bias"] = float(sums["confidence_bias"]) / weight
+    for index, value in enumerate((sums["acceptance"] / counted).tolist(), start=1):
+        results[f"acceptance_{index}"] = value
+    return results

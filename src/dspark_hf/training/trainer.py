@@ -1,0 +1,348 @@
+"""Training a drafter against its frozen target, as a [`~transformers.Trainer`].
+
+One step: rows of tokens and their anchors come from the collator; the target's features come from the cache, or from
+one pass of the target; each anchor's block goes through the drafter in ONE parallel pass that lets it see the context
+before its anchor and nothing of other blocks; the objective is called inside the drafter's `forward`, so wrappers that
+gather sharded parameters there (FSDP, DDP) see the whole computation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from ..embeddings import SharedEmbeddings, target_embeddings
+from ..masks import anchor_mask, anchor_mask_mod
+from ..modeling_dspark import DSparkDrafter
+from .anchors import Anchors, draft_positions, gather_positions
+from .arguments import DSparkTrainingArguments
+from .chat import encode_rows
+from .collator import FEATURE_KEYS, DSparkCollator
+from .features import target_features
+from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summarize
+from .muon import MuonAdamW, split_parameters
+
+logger = logging.get_logger(__name__)
+
+
+class DSparkTrainer(Trainer):
+    """
+    Trains a [`DSparkDrafter`].
+
+    ```python
+    >>> trainer = DSparkTrainer(  # doctest: +SKIP
+    ...     model=drafter, target=target, args=DSparkTrainingArguments("out"), train_dataset=rows, processing_class=tokenizer
+    ... )
+    >>> trainer.train()  # doctest: +SKIP
+    ```
+
+    Args:
+        model (`DSparkDrafter`): The drafter. Weights in 16 bits are trained as float32 (steps smaller than their
+            rounding would be lost); `bf16=True` still computes in bfloat16.
+        target (`PreTrainedModel`): The frozen target. It is neither trained nor saved; load it in bfloat16.
+        args (`DSparkTrainingArguments`): Options.
+        train_dataset, eval_dataset: Conversations (see `dspark_hf.training.chat`; they are tokenized here), rows with
+            `input_ids` and `loss_mask`, or a [`CachedFeatureDataset`].
+        processing_class: The target's tokenizer; needed for conversations, and saved beside the drafter.
+        kwargs: As in [`~transformers.Trainer`].
+
+    Raises:
+        ValueError: when the target is not the drafter's, or several GPUs are driven from one process.
+    """
+
+    def __init__(
+        self,
+        model: DSparkDrafter,
+        target: PreTrainedModel,
+        args: DSparkTrainingArguments | None = None,
+        data_collator: DSparkCollator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ):
+        args = args or DSparkTrainingArguments("dspark_trainer")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} GPUs in one process would replicate the model in threads, which the objective does not "
+                "survive: start one process a GPU with `accelerate launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES."
+            )
+        if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+            logger.warning("The drafter's 16-bit weights are trained as float32; bf16=True computes in bfloat16.")
+            model.float()
+        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+            target.to(args.device)
+        self.target = target.eval().requires_grad_(False)
+        model.to(args.device)
+        for module in (model.embed_tokens, model.lm_head):
+            if module is not None:
+                module.requires_grad_(False)
+        self._bind(model)
+        self.loss_weights = LossWeights(args.ce_weight, args.tv_weight, args.confidence_weight)
+        if model.confidence_head is None:
+            self.loss_weights = LossWeights(args.ce_weight, args.tv_weight, 0.0)
+
+        train_dataset = tokenized(train_dataset, processing_class, args.max_length, target)
+        eval_dataset = tokenized(eval_dataset, processing_class, args.max_length, target)
+        if data_collator is None:
+            seed = next(s for s in (args.anchor_seed, args.data_seed, args.seed) if s is not None)
+            data_collator = self._collator(model, args, seed)
+        self._eval_collator = self._collator(model, args, data_collator.seed)  # Never leaves epoch 0.
+        self._sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}}
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        # The loss is already divided by what all accumulation steps hold, so the Trainer must not divide again.
+        self.model_accepts_loss_kwargs = True
+        self._set_signature_columns_if_needed()
+        self.add_callback(_AnchorEpoch(data_collator))
+
+    def _bind(self, drafter: DSparkDrafter) -> None:
+        """What the drafter speaks through, and the law it is compared with."""
+        drafter._bound = None  # Rows of the head may have been gathered for other draft tokens.
+        self.embeddings = drafter.bind(self.target)
+        embed_tokens, lm_head = target_embeddings(self.target)
+        theirs = self.embeddings
+        if theirs.lm_head is not lm_head:  # The drafter has a head of its own; the law is the target's.
+            theirs = SharedEmbeddings(embed_tokens, lm_head, draft_token_ids=drafter.draft_token_ids)
+        softcap = getattr(self.target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        self.target_head = TargetHead(theirs, softcap)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._bind(self.model)  # The checkpoint may have brought another draft vocabulary.
+
+    @staticmethod
+    def _collator(model: DSparkDrafter, args: DSparkTrainingArguments, seed: int) -> DSparkCollator:
+        pad = model.config.pad_token_id
+        return DSparkCollator(
+            model.config, args.num_anchors, args.position_decay, seed, pad if isinstance(pad, int) else 0
+        )
+
+    # ------------------------------------------------------------------ data
+
+    def _set_signature_columns_if_needed(self) -> None:
+        # The drafter's `forward` takes blocks; the columns are the collator's, which makes blocks of them.
+        self._signature_columns = ["input_ids", "loss_mask", *FEATURE_KEYS]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        with self._evaluation_anchors():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        with self._evaluation_anchors():
+            return super().get_test_dataloader(test_dataset)
+
+    @contextlib.contextmanager
+    def _evaluation_anchors(self) -> Iterator[None]:
+        """Evaluation draws the same anchors every time, whatever the epoch."""
+        collator, self.data_collator = self.data_collator, self._eval_collator
+        try:
+            yield
+        finally:
+            self.data_collator = collator
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """Sum of the position weights in all micro-batches of one optimiser step, on all ranks."""
+        if not batch_samples:
+            return None
+        total = torch.stack([batch["draft_weights"].sum() for batch in batch_samples]).sum().to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            total = self.accelerator.gather(total).sum()
+        return total
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.args.matrix_optimizer == "muon":
+            options = self.args
+            self.optimizer = MuonAdamW(
+                *split_parameters(self.model),
+                lr=options.learning_rate,
+                weight_decay=options.weight_decay,
+                betas=(options.adam_beta1, options.adam_beta2),
+                eps=options.adam_epsilon,
+            )
+        return self.optimizer if self.optimizer is not None else super().create_optimizer(*args, **kwargs)
+
+    # ------------------------------------------------------------------ loss
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ):
+        inputs = self._with_features(inputs)
+        config = self.model.config
+        anchors = Anchors(inputs["anchor_positions"], inputs["keep_anchors"])
+        objective = self._objective(inputs, anchors, num_items_in_batch)
+        outputs = model(
+            **block_inputs(config, inputs["input_ids"], anchors),
+            context_features=inputs["context_features"],
+            attention_mask=training_masks(config, anchors, inputs["attention_mask"]),
+            embeddings=self.embeddings,
+            objective=objective,
+        )
+        self._add_sums("train" if model.training else "eval", outputs.metrics)
+        loss = outputs.loss
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # Gradients are averaged over ranks, the loss is summed.
+        return (loss, outputs) if return_outputs else loss
+
+    def _with_features(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if "context_features" in inputs:
+            return inputs
+        features = target_features(self.target, self.model.config, inputs["input_ids"])
+        return inputs | features._asdict()
+
+    def _objective(
+        self, inputs: dict[str, torch.Tensor], anchors: Anchors, normalizer: torch.Tensor | None
+    ) -> DSparkObjective:
+        positions = draft_positions(anchors, self.model.config.num_draft_tokens)  # [B, A, J]
+
+        def at(key: str, shift: int = 0):
+            return gather_positions(inputs[key], positions + shift) if key in inputs else None
+
+        targets = DraftTargets(
+            labels=at("input_ids", 1),
+            hidden_states=at("last_hidden_states"),
+            weights=inputs["draft_weights"],
+            log_normalizers=at("log_normalizers"),
+            greedy_ids=at("greedy_ids"),
+        )
+        return DSparkObjective(
+            head=self.target_head,
+            embeddings=self.embeddings,
+            targets=targets,
+            previous_ids=at("input_ids"),
+            weights=self.loss_weights,
+            normalizer=normalizer,
+            chunk_size=self.args.logits_chunk_size,
+        )
+
+    # ------------------------------------------------------------------ metrics
+
+    def _add_sums(self, kind: str, sums: dict[str, torch.Tensor]) -> None:
+        mine = self._sums[kind]
+        for name, value in sums.items():
+            mine[name] = value + mine[name] if name in mine else value
+
+    def _take_metrics(self, kind: str) -> dict[str, float]:
+        """What was summed since the last call, over all ranks."""
+        sums, self._sums[kind] = self._sums[kind], {}
+        if not sums:
+            return {}
+        sums = {name: self.accelerator.reduce(value, "sum") for name, value in sums.items()}
+        return summarize(sums, self.loss_weights)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            metrics = self._take_metrics("train")
+            metrics.pop("total_loss", None)  # The same as "loss".
+            logs |= metrics
+        super().log(logs, start_time)
+
+    def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        return loss.detach(), None, None
+
+    def evaluation_loop(
+        self, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
+    ) -> EvalLoopOutput:
+        self._sums["eval"] = {}
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        metrics = self._take_metrics("eval")
+        if metrics:
+            # A mean over drafts; the Trainer's own is one over batches, whatever they hold.
+            output.metrics[f"{metric_key_prefix}_loss"] = metrics.pop("total_loss")
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    # ------------------------------------------------------------------ files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the drafter, in `args.save_dtype`. Checkpoints, which training resumes from, keep the training dtype."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call or self.args.save_dtype is None or not self.args.should_save:
+            return
+        output_dir = output_dir or self.args.output_dir
+        saved = DSparkDrafter.from_pretrained(output_dir, dtype=getattr(torch, self.args.save_dtype))
+        saved.save_pretrained(output_dir)
+
+
+class _AnchorEpoch(TrainerCallback):
+    """Tells the collator which epoch it is, before the epoch's first batch is made."""
+
+    def __init__(self, collator: DSparkCollator):
+        self.collator = collator
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if hasattr(self.collator, "set_epoch"):
+            self.collator.set_epoch(int((state.epoch or 0) + 1e-6))
+
+
+def block_inputs(config, input_ids: torch.Tensor, anchors: Anchors) -> dict[str, torch.Tensor]:
+    """`block_ids` and `position_ids` `[B, A * G]`: each block is its anchor and masks, at the anchor's position on."""
+    size = config.block_size
+    slots = torch.arange(size, device=input_ids.device)
+    anchor_ids = gather_positions(input_ids, anchors.positions)[..., None]  # [B, A, 1]
+    mask_id = config.mask_token_id if config.mask_token_id is not None else 0
+    block_ids = torch.where(slots == 0, anchor_ids, mask_id)  # [B, A, G]
+    position_ids = anchors.positions[..., None] + slots
+    return {"block_ids": block_ids.flatten(1), "position_ids": position_ids.flatten(1)}
+
+
+def training_masks(config, anchors: Anchors, attention_mask: torch.Tensor) -> dict[str, Any]:
+    """The attention mask of each layer type: dense, or a `BlockMask` where the drafter runs `flex_attention`."""
+    masks = {}
+    attention_mask = attention_mask.bool()
+    for layer_idx, layer_type in enumerate(config.layer_types):
+        if layer_type in masks:
+            continue
+        window, causal = config.layer_window(layer_idx), config.layer_is_causal(layer_idx)
+        rule = (anchors.positions, anchors.keep, attention_mask, config.block_size, window, causal)
+        if config._attn_implementation == "flex_attention":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            batch, length = attention_mask.shape
+            queries = anchors.positions.shape[1] * config.block_size
+            masks[layer_type] = create_block_mask(
+                anchor_mask_mod(*rule), batch, None, queries, length + queries, device=attention_mask.device
+            )
+        else:
+            masks[layer_type] = anchor_mask(*rule)
+    return masks
+
+
+def tokenized(dataset: Any, tokenizer: Any, max_length: int | None, target: PreTrainedModel) -> Any:
+    """Conversations become tokens; rows that are tokens already stay as they are."""
+    if dataset is None or not hasattr(dataset, "__len__") or isinstance(dataset, dict) or not len(dataset):
+        return dataset
+    first = dataset[0]
+    if "input_ids" in first and "loss_mask" in first:
+        return dataset
+    if "input_ids" in first:
+        raise ValueError(
+            f"The rows have {sorted(first)} but no 'loss_mask': say which tokens are the target's own (1) and which "
+            "are prompt or padding (0), or give conversations instead."
+        )
+    if tokenizer is None:
+        raise ValueError(f"The rows have {sorted(first)}: pass processing_class=tokenizer to have them tokenized.")
+    eos = target.generation_config.eos_token_id if target.generation_config is not None else None
+    eos_token_ids = None if eos is None else eos if isinstance(eos, list) else [eos]
+    return encode_rows((dataset[i] for i in range(len(dataset))), tokenizer, max_length, eos_token_ids)

@@ -1,0 +1,131 @@
+"""Drafting is left out while it loses time."""
+
+import random
+
+import pytest
+
+from dspark_hf.scheduling import DraftingBackoff, break_even_acceptance
+
+
+def run(backoff, accept, num_tokens, cost=0.5):
+    """
+    Time, in plain passes, of `num_tokens` tokens, and for each round its first token and whether it was drafted.
+
+    Args:
+        accept: Accepted drafts of the round that starts at a token.
+        cost: Time of a drafted round beyond that of a plain one.
+    """
+    token, elapsed, rounds = 0, 0.0, []
+    while token < num_tokens:
+        drafts = backoff.should_draft()
+        accepted = accept(token) if drafts else 0
+        rounds.append((token, drafts))
+        backoff.observe(accepted, 7 if drafts else 0)
+        token += 1 + accepted
+        elapsed += 1 + cost * drafts
+    return elapsed, rounds
+
+
+class Always(DraftingBackoff):
+    """Drafts in every round."""
+
+    def should_draft(self):
+        return True
+
+
+@pytest.mark.parametrize("cost", [0.2, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("num_tokens", [128, 512, 4096])
+def test_a_hopeless_drafter_costs_less_than_a_tenth(cost, num_tokens):
+    elapsed, _ = run(DraftingBackoff(cost), lambda _: 0, num_tokens, cost)
+    assert elapsed / num_tokens - 1 < 0.1
+
+
+def test_without_back_off_it_costs_the_drafting():
+    elapsed, _ = run(Always(0.5), lambda _: 0, 512)
+    assert elapsed / 512 - 1 == pytest.approx(0.5)
+
+
+def test_pauses_double_up_to_the_longest():
+    backoff = DraftingBackoff(0.5, patience=1.0, first_pause=2, longest_pause=8)
+    _, rounds = run(backoff, lambda _: 0, 40)
+    tried = [token for token, drafted in rounds if drafted]
+    assert tried[:2] == [0, 1]
+    assert [b - a - 1 for a, b in zip(tried[1:], tried[2:])] == [2, 4, 8, 8, 8]
+
+
+def geometric(p, seed):
+    """Accepted drafts of 7 when each passes with probability `p`."""
+    rng = random.Random(seed)
+    return lambda _: next((k for k in range(7) if rng.random() >= p), 7)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_drafter_that_pays_is_hardly_ever_left_out(p):
+    with_backoff = sum(run(DraftingBackoff(0.5), geometric(p, seed), 512)[0] for seed in range(20))
+    always = sum(run(Always(0.5), geometric(p, seed), 512)[0] for seed in range(20))
+    assert with_backoff < 1.03 * always
+
+
+def test_drafting_comes_back_when_the_text_gets_easier():
+    _, rounds = run(DraftingBackoff(0.5), lambda token: 3 if token >= 200 else 0, 1000)
+    first = min(token for token, drafted in rounds if drafted and token >= 200)
+    assert first <= 400  # The pause that was running is no longer than all that came before.
+    assert all(drafted for token, drafted in rounds if token >= first)
+
+
+def test_savings_carry_over_a_bad_stretch():
+    _, rounds = run(DraftingBackoff(0.5), lambda token: 0 if 100 <= token < 110 else 3, 200)
+    assert all(drafted for _, drafted in rounds)
+
+
+def test_a_full_account_makes_the_next_pause_short_again():
+    backoff = DraftingBackoff(0.5, patience=1.0, savings=1.0, first_pause=2)
+    for _ in range(20):
+        backoff.observe(0, 7 if backoff.should_draft() else 0)
+    while not backoff.should_draft():
+        backoff.observe(0, 0)
+    for _ in range(5):
+        backoff.observe(3, 7)
+    for _ in range(2):
+        backoff.observe(0, 7)
+    skipped = 0
+    while not backoff.should_draft():
+        backoff.observe(0, 0)
+        skipped += 1
+    assert skipped == 2
+
+
+def test_a_round_that_breaks_even_is_no_reason_to_pause():
+    backoff = DraftingBackoff(1.0, patience=0.5)
+    for _ in range(50):
+        backoff.observe(1, 7)
+    assert backoff.should_draft()
+
+
+def test_rounds_that_cost_what_they_cost():
+    dear, cheap = DraftingBackoff(0.5), DraftingBackoff(0.5)
+    for _ in range(3):
+        dear.observe(1, 7, cost=2.0)
+        cheap.observe(1, 7, cost=0.1)
+    assert cheap.should_draft() and not dear.should_draft()
+
+
+def test_start_forgets():
+    backoff = DraftingBackoff(0.5, patience=0.5)
+    backoff.observe(0, 7)
+    assert not backoff.should_draft()
+    backoff.start()
+    assert backoff.should_draft()
+
+
+def test_break_even():
+    assert break_even_acceptance(plain_s=0.010, verify_s=0.012, drafting_s=0.003) == pytest.approx(0.5)
+    assert break_even_acceptance(plain_s=0.010, verify_s=0.009, drafting_s=0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"break_even": -1.0}, {"patience": 0.0}, {"first_pause": 0}, {"longest_pause": 4}]
+)
+def test_settings_without_sense_are_refused(settings):
+    with pytest.raises(ValueError, match="must not be negative"):
+        DraftingBackoff(**settings)

@@ -1,0 +1,119 @@
+"""What the drafter reads of its target, on the fly and from a cache."""
+
+import json
+
+import pytest
+import torch
+
+import tiny
+from dspark_hf.training.collator import DSparkCollator
+from dspark_hf.training.features import CachedFeatureDataset, cache_features, target_features
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gemma4", "gpt_oss", "qwen3_5"])
+def test_taps_are_layer_outputs_and_the_last_state_makes_the_logits(name):
+    target = tiny.TARGETS[name]()
+    config = tiny.drafter_config(target, target_layer_ids=[-1, 0, 2])
+    ids = tiny.prompt(11, num_rows=2)["input_ids"]
+    outputs, found = {}, []
+    hooks = [
+        layer.register_forward_hook(lambda m, i, o, k=k: outputs.update({k: o[0] if isinstance(o, tuple) else o}))
+        for k, layer in enumerate(target.get_decoder().layers)
+    ]
+    found = target_features(target, config, ids)
+    for hook in hooks:
+        hook.remove()
+    expected = torch.cat([target.get_input_embeddings()(ids), outputs[0], outputs[2]], dim=-1)
+    torch.testing.assert_close(found.context_features, expected)
+    logits = target(ids).logits
+    mine = target.get_output_embeddings()(found.last_hidden_states)
+    if (cap := getattr(target.config, "final_logit_softcapping", None)) is not None:
+        mine = torch.tanh(mine / cap) * cap
+    torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen3_5"])
+def test_rows_of_a_padded_batch_have_the_features_of_rows_alone(name):
+    target = tiny.TARGETS[name]()
+    config = tiny.drafter_config(target)
+    prompts = [tiny.prompt(length, seed=length)["input_ids"] for length in (5, 9, 14)]
+    padded = torch.cat([torch.nn.functional.pad(ids, (0, 14 - ids.shape[1])) for ids in prompts])
+    together = target_features(target, config, padded)
+    for index, ids in enumerate(prompts):
+        for found, expected in zip(together, target_features(target, config, ids), strict=True):
+            torch.testing.assert_close(found[index, : ids.shape[1]], expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize("name", ["qwen3", "gemma4"])
+def test_a_cache_gives_back_what_went_in(name, draft_vocab_size, rows, tmp_path):
+    target = tiny.TARGETS[name]()
+    config = tiny.drafter_config(target, draft_vocab_size=draft_vocab_size)
+    data = rows(7)
+    cache_features(target, config, data, tmp_path, batch_size=3, shard_rows=4, dtype=torch.float32, progress=False)
+    cached = CachedFeatureDataset(tmp_path, config)
+    assert len(cached) == 7
+    for row, original in zip((cached[i] for i in range(7)), data, strict=True):
+        ids = torch.tensor([original["input_ids"]])
+        assert row["input_ids"].tolist() == original["input_ids"]
+        assert row["loss_mask"].long().tolist() == original["loss_mask"]
+        features = target_features(target, config, ids)
+        torch.testing.assert_close(row["context_features"], features.context_features[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(row["last_hidden_states"], features.last_hidden_states[0], rtol=1e-4, atol=1e-5)
+        assert ("log_normalizers" in row) == (draft_vocab_size is not None)
+        if draft_vocab_size is not None:
+            mask, logits = row["loss_mask"].bool(), target(ids).logits[0]
+            torch.testing.assert_close(row["log_normalizers"][mask], logits.logsumexp(-1)[mask], rtol=1e-4, atol=1e-4)
+            assert torch.equal(row["greedy_ids"][mask], logits.argmax(-1)[mask])
+    DSparkCollator(config, num_anchors=4)([cached[0], cached[6]])
+    with pytest.raises(IndexError):
+        cached[7]
+
+
+def test_caching_goes_on_where_it_stopped_and_takes_rows_added_later(rows, tmp_path, monkeypatch):
+    target = tiny.qwen3()
+    config = tiny.drafter_config(target)
+    data = rows(9)
+    cache_features(target, config, data[:4], tmp_path, shard_rows=4, progress=False)
+    kept = (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns
+    cache_features(target, config, data, tmp_path, shard_rows=4, progress=False)
+    assert (tmp_path / "shard-00000.safetensors").stat().st_mtime_ns == kept
+    cached = CachedFeatureDataset(tmp_path, config)
+    assert [cached[i]["input_ids"].tolist() for i in range(9)] == [row["input_ids"] for row in data]
+    monkeypatch.setattr(target, "base_model_prefix", "nothing runs")
+    cache_features(target, config, data, tmp_path, shard_rows=4, progress=False)
+
+
+def test_dtype_on_disk_is_the_one_asked_for(rows, tmp_path):
+    target = tiny.qwen3()
+    config = tiny.drafter_config(target)
+    cache_features(target, config, rows(2), tmp_path, progress=False)
+    row = CachedFeatureDataset(tmp_path)[0]
+    assert row["context_features"].dtype == row["last_hidden_states"].dtype == torch.bfloat16
+
+
+def test_other_rows_other_taps_and_a_full_disk_are_refused(rows, tmp_path, monkeypatch):
+    target = tiny.qwen3()
+    config = tiny.drafter_config(target)
+    cache_features(target, config, rows(3), tmp_path / "cache", progress=False)
+    with pytest.raises(ValueError, match="other rows"):
+        cache_features(target, config, rows(4), tmp_path / "cache", progress=False)
+    other = tiny.drafter_config(target, target_layer_ids=[0])
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        cache_features(target, other, rows(3), tmp_path / "cache", progress=False)
+    with pytest.raises(ValueError, match="the drafter taps"):
+        CachedFeatureDataset(tmp_path / "cache", other)
+    with pytest.raises(ValueError, match="no feature cache"):
+        CachedFeatureDataset(tmp_path / "nothing")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(ValueError, match="Train without a cache"):
+        cache_features(target, config, rows(3), tmp_path / "full", progress=False)
+
+
+def test_the_index_is_readable(rows, tmp_path):
+    target = tiny.qwen3()
+    config = tiny.drafter_config(target)
+    cache_features(target, config, rows(3), tmp_path, progress=False)
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["target_layer_ids"] == config.target_layer_ids
+    assert [len(row["input_ids"]) for row in rows(3)] == index["shards"][0]["lengths"]
