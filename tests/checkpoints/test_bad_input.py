@@ -16,8 +16,6 @@ import tiny
 from dspark_hf import DSparkDrafter
 from dspark_hf.checkpoints import inspect_checkpoint
 
-pytestmark = pytest.mark.integration
-
 IDS = torch.tensor([1, 2, 3, 9, 10, 40, 41, 90, 126])
 
 

@@ -11,8 +11,6 @@ import tiny
 from dspark_hf import DSparkDrafter
 from dspark_hf.checkpoints import inspect_checkpoint
 
-pytestmark = pytest.mark.integration
-
 FORMATS = {
     "DeepSpec": "DeepSpec native",
     "SpecForge": "SpecForge",

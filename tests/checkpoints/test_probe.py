@@ -12,8 +12,6 @@ import tiny
 from dspark_hf import DSparkDrafter
 from dspark_hf.checkpoints import probe_layout
 
-pytestmark = pytest.mark.integration
-
 DFLASH = "d_qwen3_dflash"
 DSPARK = "a_qwen3_vanilla_confmarkov"
 

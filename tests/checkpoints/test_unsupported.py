@@ -12,8 +12,6 @@ import tiny
 from dspark_hf import DSparkDrafter
 from dspark_hf.checkpoints import inspect_checkpoint
 
-pytestmark = pytest.mark.integration
-
 V4 = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",

@@ -67,15 +67,14 @@ def drafter_of(kind: str, **fields) -> DSparkDrafter:
 
 
 @pytest.mark.parametrize(("kind", "format"), HELD, ids=" in ".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_round_trip_changes_nothing(kind: str, format: str, dtype: torch.dtype, tmp_path: Path):
-    drafter = drafter_of(kind).to(dtype)
+def test_a_round_trip_changes_nothing(kind: str, format: str, tmp_path: Path):
+    drafter = drafter_of(kind).to(torch.bfloat16)
     drafter._bound = None
-    drafter.bind(drafter.target_kept_alive[0].to(dtype))
+    drafter.bind(drafter.target_kept_alive[0].to(torch.bfloat16))
     written = drafter.save_pretrained(tmp_path / "once", format=format)
     assert {file.name for file in tmp_path.iterdir()} == {"once"}
     again = DSparkDrafter.from_pretrained(written.path)
-    assert again.dtype == dtype
+    assert again.dtype == torch.bfloat16
     ours, theirs = drafter.state_dict(), again.state_dict()
     for name, tensor in ours.items():
         assert torch.equal(theirs[name], tensor), name

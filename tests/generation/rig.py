@@ -107,16 +107,14 @@ def compare(
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | kwargs
     settings = {name: value for name, value in settings.items() if value is not None}
 
-    def generate(**more: Any) -> Any:
-        return target.generate(**(inputs | settings | fresh() | more))
-
-    plain = generate()
+    plain = target.generate(**(inputs | settings | fresh()))
     script = [0] * num_hidden + unpadded(inputs, ids_of(plain))
     drafted, stats = {}, {}
     for kind in KINDS:
         drafter = drafter_of(kind, target, script, **(drafter_fields or {}))
+        call = inputs | settings | fresh() | {"assistant_model": drafter}
         with record_speculation() as stats[kind]:
-            drafted[kind] = generate(assistant_model=drafter)
+            drafted[kind] = target.generate(**call)
         assert ids_of(drafted[kind]) == ids_of(plain), f"with a {kind} drafter"
     assert not any(r.accepted < r.verified for r in stats["accepting"].rounds), "the rig itself is wrong"
     return Outcome(plain, drafted, stats)

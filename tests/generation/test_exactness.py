@@ -18,7 +18,7 @@ def test_every_family_of_targets(family):
     rig.compare(rig.target(family))
 
 
-@pytest.mark.parametrize("length", [5, 7, 8, 20], ids=lambda n: f"prompt of {n} tokens")
+@pytest.mark.parametrize("length", [5, 20], ids=lambda n: f"prompt of {n} tokens")
 @pytest.mark.parametrize("family", tiny.SLIDING_TARGETS)
 def test_sliding_windows_of_eight(family, length):
     rig.compare(rig.target(family), tiny.prompt(length))
@@ -77,8 +77,8 @@ def many_prompts(num_prompts):
         rig.compare(target, tiny.prompt(1 + seed % 13, seed=seed), max_new_tokens=10)
 
 
-def test_thirty_random_prompts():
-    many_prompts(30)
+def test_twenty_random_prompts():
+    many_prompts(20)
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_half_precision_differs_only_where_two_tokens_tie(dtype):
     output may leave plain `generate`'s, but only where the two best tokens are a few units in the last place apart.
     """
     target = tiny.qwen3(num_hidden_layers=2).to(dtype)
-    for seed in range(4):
+    for seed in range(3):
         inputs = tiny.prompt(9, seed=seed)
-        settings = inputs | {"max_new_tokens": 24, "do_sample": False}
+        settings = inputs | {"max_new_tokens": 16, "do_sample": False}
         plain = target.generate(**settings, return_dict_in_generate=True, output_logits=True)
         sequence = rig.ids_of(plain)
         for kind in rig.KINDS:

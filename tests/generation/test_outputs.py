@@ -58,7 +58,7 @@ def test_scores_logits_hidden_states_and_cache(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("length", [3, 9, 12], ids=lambda n: f"prompt of {n}")
+@pytest.mark.parametrize("length", [3, 12], ids=lambda n: f"prompt of {n}")
 def test_attentions(family, length):
     target = rig.target(family, attn_implementation="eager")
     outcome = rig.compare(target, tiny.prompt(length), **EVERYTHING, output_attentions=True)

@@ -194,7 +194,7 @@ def pad_token_of(generation_config: GenerationConfig) -> int:
 
 def is_callers_cache(cache: Cache) -> bool:
     """Whether the cache outlives the call because the caller passed it in; versions that do not tell are taken to say yes."""
-    return bool(getattr(cache, "_is_user_defined", not hasattr(Cache, "_is_user_defined")))
+    return bool(getattr(cache, "_is_user_defined", CACHE_KEY != "cache"))
 
 
 def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int | None:

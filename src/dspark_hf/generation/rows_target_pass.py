@@ -50,7 +50,9 @@ class RowsTargetPass:
         self._prompt = prompt
         self._keep_cache = keep_cache
         if any(not hasattr(layer, "keys") or hasattr(layer, "conv_states") for layer in prompt.cache.layers):
-            prompt.refuse(f"{type(self.model).__name__} keeps states that rows of different lengths cannot share a pass with")
+            prompt.refuse(
+                f"{type(self.model).__name__} keeps states that rows of different lengths cannot share a pass with"
+            )
         num_columns = prompt.past_length
         self.cache = RowCache(prompt.cache, prompt.attended_columns(0, num_columns))
         self._first_column = num_columns

@@ -210,8 +210,8 @@ class TargetPass:
             is_undecided = is_empty and isinstance(layer, LinearAttentionCacheLayerMixin)
             if isinstance(layer, QuantizedLayer) or not (layer.is_croppable or is_undecided):
                 self.refuse(
-                    f"the layers of its {type(self.cache).__name__} cannot be rolled back ({type(layer).__name__}: recurrent state, "
-                    "quantized keys and values, or a static window)"
+                    f"the layers of its {type(self.cache).__name__} cannot be rolled back ({type(layer).__name__}: recurrent "
+                    "state, quantized keys and values, or a static window)"
                 )
 
     def refuse(self, reason: str) -> NoReturn:

@@ -195,7 +195,8 @@ class CachedFeatureDataset(Dataset):
         self.index = index
         self.files = [shard["file"] for shard in index["shards"]]
         self.lengths = [length for shard in index["shards"] for length in shard["lengths"]]
-        self.first_rows, self.offsets = [], []
+        self.first_rows: list[int] = []
+        self.offsets: list[int] = []
         for shard in index["shards"]:
             self.first_rows.append(len(self.offsets))
             offset = 0

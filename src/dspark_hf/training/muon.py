@@ -97,7 +97,8 @@ def split_parameters(drafter: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
     What Muon trains, the matrices of the draft layers and of the context projection, and what AdamW trains: norms,
     biases, and the heads, whose rows stand for tokens.
     """
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in drafter.named_parameters():
         if parameter.requires_grad:
             hidden = parameter.ndim == 2 and ("layers." in name or name.endswith("fc.weight"))

@@ -57,6 +57,9 @@ class DSparkTrainer(Trainer):
         ValueError: when the target is not the drafter's, or several GPUs are driven from one process.
     """
 
+    data_collator: Any
+    optimizer: Any
+
     def __init__(
         self,
         model: DSparkDrafter,

@@ -1,0 +1,358 @@
+"""
+Sampling with a drafter has the law of sampling without, whatever the drafter, the warpers and the threshold.
+
+Two rigs with small vocabularies: the joint law of the first tokens after a prompt, against the exact law (every prefix is
+fed to the target, and its logits are processed and multiplied out); and one long run of a target that sees its last two
+tokens only, against its transition law. Beside each stand wrong samplers that the same test must catch.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from generation import rig
+from scipy import stats
+from transformers import GenerationConfig
+
+import tiny
+from dspark_hf import DSparkDrafter, record_speculation, sampling
+from dspark_hf.generation import candidate_generator, token_choice
+from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+
+pytestmark = pytest.mark.statistical
+
+VOCAB_SIZE = 6
+MASK_ID = VOCAB_SIZE - 1
+PROMPT = torch.tensor([[1, 4, 2]])
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+FAIL, PASS = 1e-5, 1e-3
+
+
+@functools.cache
+def full_target():
+    """Sees all tokens before."""
+    return tiny.qwen3(num_hidden_layers=1, initializer_range=0.25, **SMALL)
+
+
+@functools.cache
+def short_target():
+    """Sees its last two tokens, so a long run is a chain of order two."""
+    return tiny.mistral(num_hidden_layers=1, sliding_window=2, initializer_range=0.3, **SMALL)
+
+
+def random_drafter(target, **fields):
+    own = {"mask_token_id": MASK_ID, "num_hidden_layers": 1, "block_size": 3, "target_layer_ids": [-1]}
+    return tiny.random_drafter(target, **(own | fields))
+
+
+class NearlyRight(DSparkDrafter):
+    """Drafts from the target's own law of a token given the one before, slightly bent: long runs pass, some do not."""
+
+    def base_logits(self, hidden_states, embeddings):
+        return torch.zeros(*hidden_states.shape[:-1], self.config.vocab_size)
+
+
+def nearly_right_drafter(target):
+    template = random_drafter(target, markov_rank=VOCAB_SIZE)
+    drafter = NearlyRight(template.config).eval()
+    drafter.load_state_dict(template.state_dict())
+    pairs = torch.stack([torch.zeros(VOCAB_SIZE, dtype=torch.long), torch.arange(VOCAB_SIZE)], dim=1)
+    with torch.no_grad():
+        drafter.markov_head.markov_w1.weight.copy_(torch.eye(VOCAB_SIZE))
+        drafter.markov_head.markov_w2.weight.copy_(target(pairs).logits[:, -1].T)
+    return drafter
+
+
+DRAFTERS = {
+    "a random drafter": random_drafter,
+    "a nearly right drafter": nearly_right_drafter,
+    "a drafter that is sure of itself": lambda target: rig.scripted(
+        target, [3] * 5000, mask_token_id=MASK_ID, block_size=3
+    ),
+    "a drafter of three tokens": lambda target: random_drafter(target, draft_vocab_size=3),
+}
+
+# ---------------------------------------------------------------------- the joint law of the first tokens
+
+
+def joint_law(target, settings, num_tokens=3):
+    """The exact law of the next `num_tokens` tokens after the prompt, `[V ** num_tokens]`."""
+    config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True, num_beams=1, num_return_sequences=1)
+    config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
+    processors = target._get_logits_processor(config, input_ids_seq_length=PROMPT.shape[1])
+    law = torch.ones(1, dtype=torch.double)
+    for length in range(num_tokens):
+        continuations = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=length)), dtype=torch.long)
+        continuations = continuations.view(VOCAB_SIZE**length, length)
+        ids = torch.cat([PROMPT.expand(len(continuations), -1), continuations], dim=1)
+        scores = processors(ids, target(ids).logits[:, -1].float())
+        law = (law[:, None] * scores.double().softmax(-1)).flatten()
+    return law
+
+
+def first_tokens(target, drafter, settings, num_samples, num_tokens=3):
+    call = {
+        "input_ids": PROMPT,
+        "attention_mask": torch.ones_like(PROMPT),
+        "max_new_tokens": num_tokens,
+        "do_sample": True,
+    }
+    call |= {"top_k": 0, "assistant_model": drafter} | settings
+    weights = VOCAB_SIZE ** torch.arange(num_tokens - 1, -1, -1)
+    # The call's own first token comes from the prompt's pass; the others from drafting and verification.
+    return [int((target.generate(**call)[0, PROMPT.shape[1] :] * weights).sum()) for _ in range(num_samples)]
+
+
+def p_value(cells, law):
+    """Of a chi-squared test; cells that are hardly ever expected are put together. 0 where the impossible occurred."""
+    counts = torch.bincount(torch.tensor(cells), minlength=len(law)).double()
+    if counts[law == 0].sum():
+        return 0.0
+    expected = law * len(cells)
+    order = expected.argsort(descending=True)
+    counts, expected = counts[order], expected[order]
+    num_large = int((expected >= 5).sum())
+    groups = (
+        [counts[:num_large], counts[num_large:].sum()[None]],
+        [expected[:num_large], expected[num_large:].sum()[None]],
+    )
+    observed, predicted = (torch.cat(group) for group in groups)
+    if predicted[-1] < 5:  # Too few for a cell of their own.
+        observed, predicted = (torch.cat([x[:-2], x[-2:].sum()[None]]) for x in (observed, predicted))
+    return stats.chisquare(observed.numpy(), predicted.numpy() * (observed.sum() / predicted.sum()).item()).pvalue
+
+
+def name_of(value):
+    if isinstance(value, str):
+        return value
+    return ", ".join(k if k == "stopping_criteria" else f"{k} {v}" for k, v in value.items()) or "unwarped"
+
+
+def check_joint_law(drafter, settings, num_samples):
+    target = full_target()
+    warpers = {k: v for k, v in settings.items() if k != "assistant_confidence_threshold"}
+    cells = first_tokens(target, DRAFTERS[drafter](target), settings, num_samples)
+    assert p_value(cells, joint_law(target, warpers)) > PASS
+
+
+JOINT = [
+    ("a nearly right drafter", {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.6}),
+    ("a random drafter", {"top_p": 0.8, "assistant_confidence_threshold": 0.5}),
+]
+MORE_JOINT = [
+    ("a random drafter", {}),
+    ("a nearly right drafter", {"temperature": 0.6, "top_k": 4}),
+    ("a nearly right drafter", {"repetition_penalty": 1.6}),
+    ("a drafter that is sure of itself", {"temperature": 1.7}),
+    ("a drafter of three tokens", {"min_p": 0.1, "repetition_penalty": 1.3, "assistant_confidence_threshold": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("drafter", "settings"), JOINT, ids=name_of)
+def test_joint_law_of_the_first_three_tokens(drafter, settings):
+    check_joint_law(drafter, settings, num_samples=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "settings"), JOINT + MORE_JOINT, ids=name_of)
+def test_joint_law_with_many_samples(drafter, settings):
+    check_joint_law(drafter, settings, num_samples=3000)
+
+
+def test_the_exact_law_is_that_of_plain_sampling():
+    """The reference itself: plain `generate`, many rows at once."""
+    target, settings = full_target(), {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.4}
+    output = target.generate(
+        input_ids=PROMPT.expand(4000, -1),
+        attention_mask=torch.ones(4000, 3, dtype=torch.long),
+        max_new_tokens=3,
+        do_sample=True,
+        **settings,
+    )
+    cells = (output[:, 3:] * torch.tensor([36, 6, 1])).sum(1).tolist()
+    assert p_value(cells, joint_law(target, settings)) > PASS
+    assert p_value(cells, joint_law(target, settings | {"temperature": 0.6})) < FAIL
+
+
+# ---------------------------------------------------------------------- a long run
+
+
+def transition_law(target, settings):
+    """The exact law of the next token after each two, `[V, V, V]`."""
+    config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True, num_beams=1, num_return_sequences=1)
+    config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
+    processors = target._get_logits_processor(config, input_ids_seq_length=3)
+    pairs = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=2)))
+    scores = processors(pairs, target(pairs).logits[:, -1].float())
+    return scores.double().softmax(-1).view(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
+
+
+def chain_p_value(token_ids, law):
+    """
+    Of a chi-squared test of a chain's transitions: after each two tokens that occur often, the next has its law. Given how
+    often each two occur, the sum is asymptotically chi-squared with a degree of freedom a possible token less one.
+    """
+    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, dtype=torch.double)
+    for a, b, c in zip(token_ids, token_ids[1:], token_ids[2:], strict=False):
+        counts[a, b, c] += 1
+    if counts[law == 0].sum():
+        return 0.0
+    statistic, freedom = 0.0, 0
+    for seen, probs in zip(counts.flatten(0, 1), law.flatten(0, 1), strict=True):
+        expected = probs * seen.sum()
+        large = expected >= 5
+        rest_seen, rest = seen[~large].sum(), expected[~large].sum()
+        if not large.any():
+            continue
+        statistic += float(((seen - expected) ** 2 / expected)[large].sum())
+        freedom += int(large.sum()) - 1
+        if rest >= 5:
+            statistic, freedom = statistic + float((rest_seen - rest) ** 2 / rest), freedom + 1
+        elif rest > 0:
+            freedom += 1  # Left out of the sum: the test only grows more careful.
+    assert freedom > 20, "too little was seen to tell"
+    return stats.chi2.sf(statistic, freedom)
+
+
+def long_run(target, drafter, settings, num_tokens):
+    with record_speculation() as stats_:
+        output = target.generate(
+            input_ids=PROMPT,
+            attention_mask=torch.ones_like(PROMPT),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            assistant_model=drafter,
+            **({"top_k": 0} | settings),
+        )
+    return output[0, 1:].tolist(), stats_
+
+
+def test_a_target_that_sees_two_tokens():
+    target = short_target()
+    a, b = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[5, 5, 3, 4]])
+    torch.testing.assert_close(target(a).logits[:, -1], target(b).logits[:, -1])
+    assert not torch.allclose(target(a).logits[:, -1], target(torch.tensor([[1, 2, 5, 4]])).logits[:, -1])
+
+
+def never(input_ids, scores, **kwargs):
+    """A criterion of the user's: with one, tokens are chosen one by one, by other code."""
+    return torch.zeros(1, dtype=torch.bool)
+
+
+def check_long_run(drafter, settings, num_tokens):
+    target = short_target()
+    warpers = {k: v for k, v in settings.items() if k not in ("assistant_confidence_threshold", "stopping_criteria")}
+    token_ids, seen = long_run(target, DRAFTERS[drafter](target), settings, num_tokens)
+    assert chain_p_value(token_ids, transition_law(target, warpers)) > PASS
+    if drafter == "a nearly right drafter":
+        assert {r.accepted for r in seen.rounds} == {0, 1, 2, 3}  # Every path was taken.
+    if "assistant_confidence_threshold" in settings:
+        assert len({r.verified for r in seen.rounds}) > 1
+
+
+LONG = [
+    ("a nearly right drafter", {"temperature": 0.5}),
+    ("a nearly right drafter", {"top_p": 0.8, "temperature": 1.3}),
+    ("a nearly right drafter", {"stopping_criteria": [never], "top_k": 4}),
+    ("a random drafter", {"assistant_confidence_threshold": 0.5}),
+    ("a drafter that is sure of itself", {}),
+    ("a drafter of three tokens", {"min_p": 0.1}),
+]
+MORE_LONG = [
+    ("a nearly right drafter", {}),
+    ("a nearly right drafter", {"min_p": 0.15}),
+    ("a nearly right drafter", {"temperature": 1.7, "top_k": 4}),
+    ("a random drafter", {"temperature": 0.5}),
+    ("a random drafter", {"assistant_confidence_threshold": 0.4}),
+    ("a random drafter", {"assistant_confidence_threshold": 0.6, "stopping_criteria": [never]}),
+    ("a drafter that is sure of itself", {"temperature": 0.5}),
+    ("a drafter of three tokens", {"temperature": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("drafter", "settings"), LONG, ids=name_of)
+def test_law_of_a_long_run(drafter, settings):
+    check_long_run(drafter, settings, num_tokens=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "settings"), LONG + MORE_LONG, ids=name_of)
+def test_law_of_a_very_long_run(drafter, settings):
+    check_long_run(drafter, settings, num_tokens=6000)
+
+
+# ---------------------------------------------------------------------- wrong samplers
+
+
+def patch_passes(monkeypatch):
+    wrong = lambda ids, q, p: torch.ones_like(ids, dtype=torch.bool)  # noqa: E731
+    monkeypatch.setattr(sampling, "passes", wrong)
+    monkeypatch.setattr(token_choice, "passes", wrong)
+
+
+def patch_residual(monkeypatch):
+    monkeypatch.setattr(sampling, "residual", lambda p, q: p)
+    monkeypatch.setattr(token_choice, "residual", lambda p, q: p)
+
+
+def patch_law(monkeypatch):
+    """Drafts are drawn from the warped law, but the unwarped one is what verification is told."""
+    draft = DSparkCandidateGenerator.draft
+
+    def told_otherwise(self, *args, **kwargs):
+        result = draft(self, *args, **kwargs)
+        if result.probs is None:
+            return result
+        unwarped = result.probs.sqrt()
+        return result._replace(probs=unwarped / unwarped.sum(-1, keepdim=True))
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "draft", told_otherwise)
+
+
+def patch_greedy(monkeypatch):
+    """The likeliest token is drafted, and called a draw."""
+    monkeypatch.setattr(candidate_generator, "draw", lambda probs: probs.argmax(-1))
+
+
+def patch_cut(monkeypatch):
+    """The round is cut by looking at the very token that the cut is about."""
+    draft = DSparkCandidateGenerator.draft
+
+    def anticipating(self, *args, **kwargs):
+        result = draft(self, *args, **kwargs)
+        ids = result.ids[0].tolist()
+        length = next((k for k, token in enumerate(ids) if token < VOCAB_SIZE // 2), len(ids))
+        return result._replace(lengths=[length])
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "draft", anticipating)
+
+
+WRONG = {
+    "every draft passes": patch_passes,
+    "q is not taken away after a rejection": patch_residual,
+    "another law than the drafts were drawn from": patch_law,
+    "the likeliest token is called a draw": patch_greedy,
+    "the cut anticipates": patch_cut,
+}
+
+
+@pytest.mark.parametrize("patch", WRONG.values(), ids=WRONG.keys())
+def test_the_long_run_sees_a_wrong_sampler(monkeypatch, patch):
+    patch(monkeypatch)
+    target, settings = short_target(), {"temperature": 0.6}
+    token_ids, _ = long_run(target, nearly_right_drafter(target), settings, num_tokens=2500)
+    assert chain_p_value(token_ids, transition_law(target, settings)) < FAIL
+
+
+def test_the_joint_law_sees_a_wrong_sampler(monkeypatch):
+    patch_passes(monkeypatch)
+    target, settings = full_target(), {"temperature": 0.6, "top_k": 4}
+    cells = first_tokens(target, random_drafter(target), settings, num_samples=120)
+    assert p_value(cells, joint_law(target, settings)) < FAIL
