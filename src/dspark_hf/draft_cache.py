@@ -82,7 +82,7 @@ class DraftCache:
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps only the given rows, in the given order."""
-        index = torch.tensor(rows, device=self.positions.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self.positions.device)
         self.positions = self.positions.index_select(0, index)
         self._keys = [None if k is None else k.index_select(0, index.to(k.device)) for k in self._keys]
         self._values = [None if v is None else v.index_select(0, index.to(v.device)) for v in self._values]

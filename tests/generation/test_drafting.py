@@ -9,6 +9,7 @@ import tiny
 from dspark_hf import DSparkDrafter, record_speculation
 from dspark_hf.generation import candidate_generator
 from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.scheduling import ConfidenceThreshold
 
 GREEDY = {"do_sample": False}
 
@@ -24,12 +25,12 @@ def generators(monkeypatch):
         self.seen, self.held = [], []
         made.append(self)
 
-    def spy_observe(self, context_features, counts=None):
-        self.seen.append(context_features)
+    def spy_observe(self, context_features, counts):
+        self.seen.append(context_features[0][None, : counts[0]])
         return observe(self, context_features, counts)
 
     def spy_draft(self, input_ids, max_drafts):
-        self.held.append((self.cache.lengths[0] + self.first_position, input_ids.shape[1]))
+        self.held.append((self.cache.lengths[0] + self.first_positions[0], input_ids[0].shape[1]))
         return draft(self, input_ids, max_drafts)
 
     monkeypatch.setattr(DSparkCandidateGenerator, "__init__", spy_init)
@@ -269,10 +270,10 @@ def test_the_cut_does_not_look_at_the_token_it_decides_about(monkeypatch, thresh
     def draft(tokens):
         chosen[:] = tokens
         generator = DSparkCandidateGenerator(
-            drafter, target, do_sample=do_sample, confidence_threshold=threshold, want_confidence=True
+            drafter, target, do_sample=do_sample, scheduler=ConfidenceThreshold(threshold), want_confidence=True
         )
-        generator.observe(states)
-        made = generator.draft(torch.full((1, 9), 3), max_drafts=rig.BLOCK_SIZE)
+        generator.observe(states, [states.shape[1]])
+        made = generator.draft([torch.full((1, 9), 3)], max_drafts=[rig.BLOCK_SIZE])
         return made.confidence[0].tolist(), made.lengths[0]
 
     changed_later = False
@@ -330,8 +331,8 @@ def test_a_perfect_drafter_of_a_reduced_vocabulary_is_accepted_where_it_can_spea
 def test_the_drafting_law_is_zero_outside_a_reduced_vocabulary():
     target, token_ids = rig.target(), [7, 3, 90]
     generator = DSparkCandidateGenerator(reduced(target, token_ids), target, do_sample=True)
-    generator.observe(torch.randn(1, 5, tiny.HIDDEN_SIZE))
-    draft = generator.draft(torch.full((1, 6), 3), max_drafts=rig.BLOCK_SIZE)
+    generator.observe(torch.randn(1, 5, tiny.HIDDEN_SIZE), [5])
+    draft = generator.draft([torch.full((1, 6), 3)], max_drafts=[rig.BLOCK_SIZE])
     assert set(draft.ids[0].tolist()) <= set(token_ids)
     assert draft.probs.shape == (1, rig.BLOCK_SIZE, tiny.VOCAB_SIZE)
     torch.testing.assert_close(draft.probs[..., token_ids].sum(-1), torch.ones(1, rig.BLOCK_SIZE))
@@ -450,7 +451,7 @@ def test_the_candidate_generator_interface(do_sample):
     generator = DSparkCandidateGenerator(tiny.random_drafter(target), target, do_sample=do_sample)
     ids = tiny.prompt()["input_ids"]
     states = target(ids[:, :-1], output_hidden_states=True).hidden_states
-    generator.observe(states[1])
+    generator.observe(states[1], [states[1].shape[1]])
     candidates, log_probs = generator.get_candidates(ids)
     assert candidates.shape == (1, 9 + rig.BLOCK_SIZE) and torch.equal(candidates[:, :9], ids)
     if do_sample:

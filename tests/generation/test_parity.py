@@ -47,7 +47,7 @@ def drafts(monkeypatch):
 
     def spy(self, input_ids, max_drafts):
         result = draft(self, input_ids, max_drafts)
-        made.append((input_ids.shape[1] - 1, input_ids[0, -1].item(), result.ids[0].tolist()))
+        made.append((input_ids[0].shape[1] - 1, input_ids[0][0, -1].item(), result.ids[0].tolist()))
         return result
 
     monkeypatch.setattr(DSparkCandidateGenerator, "draft", spy)

@@ -62,7 +62,10 @@ class Choice:
 )
 def test_a_round_that_ends_the_output_counts_up_to_the_end(accepted, committed, expected):
     draft = Draft(torch.zeros(1, 4, dtype=torch.long), None, torch.full((1, 4), 0.5), [4])
-    r = Round.of(draft, Choice(accepted, 5), committed, 1.0, 2.0, 4.0, 4.5)
+    r = Round.of(3, 4, draft, Choice(accepted, 5), committed)
+    stats = SpeculationStats()
+    stats.add([r], [1.0, 2.0, 4.0, 4.5])
+    assert stats.rounds == [r] and r.row == 3
     assert (r.verified, r.accepted, r.committed) == expected
     assert r.drafted == 4 and r.confidence == [0.5] * 4
     assert (r.drafting_s, r.verifying_s, r.elsewhere_s) == (1.0, 2.0, 0.5)

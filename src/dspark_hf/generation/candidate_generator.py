@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..draft_cache import DraftCache
 from ..modeling_dspark import DSparkDrafter
 from ..sampling import drafting_law, draw
-from .logits_process import SequentialHeadLogitsProcessor, drafting_processors
+from ..scheduling import FixedLength, VerifyScheduler
+from .logits_process import DraftWarper, SequentialHeadLogitsProcessor, drafting_processors
 
 
 class Draft(NamedTuple):
@@ -22,7 +24,7 @@ class Draft(NamedTuple):
         ids: Draft tokens, `[B, G]`.
         probs: The law each was drawn from, over the target's vocabulary, `[B, G, V]`; `None` for greedy drafts.
         confidence: `c_k` of each slot, `[B, G]`; `None` without a confidence head or when nobody asks.
-        lengths: Leading drafts of each row that are confident enough to verify.
+        lengths: Leading drafts of each row that the schedule sends to the target.
     """
 
     ids: torch.LongTensor
@@ -30,8 +32,20 @@ class Draft(NamedTuple):
     confidence: torch.Tensor | None
     lengths: list[int]
 
+    def of_row(self, row: int) -> Draft:
+        """What is sent to the target for one row, `[1, lengths[row]]`."""
+        length = self.lengths[row]
+        return Draft(
+            self.ids[row : row + 1, :length],  # type: ignore[arg-type]
+            None if self.probs is None else self.probs[row : row + 1, :length],
+            None if self.confidence is None else self.confidence[row : row + 1],
+            [length],
+        )
 
-NO_DRAFT = Draft(torch.zeros(1, 0, dtype=torch.long), None, None, [0])  # type: ignore[arg-type]
+
+def no_draft(num_rows: int = 1) -> Draft:
+    """A draft of nothing: the round is a step of plain decoding."""
+    return Draft(torch.zeros(num_rows, 0, dtype=torch.long), None, None, [0] * num_rows)  # type: ignore[arg-type]
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -41,12 +55,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
     Args:
         drafter: The drafter.
         target: The target it drafts for; the drafter borrows its embeddings.
-        logits_processor: The processors of the call; drafts are warped with the stateless ones among them.
+        logits_processors: The processors of each row; drafts are warped with the stateless ones among them.
         do_sample: Whether drafts are drawn or the most likely ones.
         num_draft_tokens: Drafts a round, at most what a block gives.
-        confidence_threshold: A row's drafts end before its first slot less confident than this; 0 keeps all.
-        num_rows: Rows of the batch.
-        want_confidence: Compute confidences even when no threshold needs them.
+        scheduler: Decides how many of a row's drafts are verified; all by default.
+        want_confidence: Compute confidences even when the scheduler does not need them.
     """
 
     requires_model_outputs = True
@@ -55,67 +68,81 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self,
         drafter: DSparkDrafter,
         target: PreTrainedModel,
-        logits_processor: LogitsProcessorList | None = None,
+        logits_processors: Sequence[LogitsProcessorList] = (LogitsProcessorList(),),
         *,
         do_sample: bool = False,
         num_draft_tokens: int | None = None,
-        confidence_threshold: float = 0.0,
-        num_rows: int = 1,
+        scheduler: VerifyScheduler | None = None,
         want_confidence: bool = False,
     ):
         self.drafter = drafter
         self.embeddings = drafter.bind(target)
-        self.logits_processor = drafting_processors(logits_processor or LogitsProcessorList())
+        self.logits_processors = [drafting_processors(own) for own in logits_processors]
         self.do_sample = do_sample
         self.num_draft_tokens = drafter.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        self.confidence_threshold = confidence_threshold
-        self.wants_confidence = drafter.confidence_head is not None and (want_confidence or confidence_threshold > 0)
+        self.scheduler = scheduler if scheduler is not None else FixedLength()
+        self.scheduler.start()
+        self.wants_confidence = drafter.confidence_head is not None and (
+            want_confidence or self.scheduler.needs_confidence
+        )
+        num_rows = len(self.logits_processors)
+        self.rows = list(range(num_rows))  # Batch index of each row still being decoded.
         self.cache = DraftCache(len(drafter.layers), num_rows)
         # Context starts later than position 0 when the target's cache holds tokens that the drafter cannot know.
-        self.first_position = 0
+        self.first_positions = [0] * num_rows
         self._head = SequentialHeadLogitsProcessor(drafter.markov_head) if drafter.markov_head else None
 
-    def observe(self, context_features: torch.Tensor, counts: list[int] | None = None) -> None:
+    def observe(self, context_features: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """
-        Takes in the features of tokens that are final: the prompt, then what each round accepted.
+        Takes in the features of tokens that are final: of the prompt, then of what each round committed.
 
         Args:
-            context_features: Tapped hidden states, `[B, T, m * D_target]`.
-            counts: How many of the `T` belong to each row; all by default.
+            context_features: Of each row its tapped hidden states, `[T_row, m * D_target]`.
+            counts: How many of them, from the first, are final.
         """
-        features = context_features.to(self.drafter.device)
-        position_ids = self._next_positions(features.shape[1])
-        self.drafter.extend_cache(self.cache, features, position_ids, counts)
+        rows = [row[:count].to(self.drafter.device) for row, count in zip(context_features, counts, strict=True)]
+        features = rows[0][None] if len(rows) == 1 else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        self.drafter.extend_cache(self.cache, features, self._next_positions(features.shape[1]), list(counts))
 
     def observe_prompt(self, context_features: torch.Tensor, attended: torch.BoolTensor | None) -> None:
         """
         Takes in prompt features without padding.
 
         Args:
-            context_features: `[1, T, m * D_target]`.
-            attended: False at padding, `[1, T]`; `None` when there is none.
+            context_features: `[B, T, m * D_target]`.
+            attended: False at padding, `[B, T]`; `None` when there is none.
         """
+        rows = list(context_features)
         if attended is not None:
-            context_features = context_features[:, attended[0].to(context_features.device)]
-        self.observe(context_features)
+            attended = attended.to(context_features.device)  # type: ignore[assignment]
+            rows = [row[keep] for row, keep in zip(rows, attended, strict=True)]
+        self.observe(rows, [len(row) for row in rows])
 
-    def draft(self, input_ids: torch.LongTensor, max_drafts: int) -> Draft:
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keeps only these of the rows still being decoded."""
+        self.cache.select_rows(rows)
+        self.rows = [self.rows[row] for row in rows]
+        self.first_positions = [self.first_positions[row] for row in rows]
+        self.logits_processors = [self.logits_processors[row] for row in rows]
+
+    def draft(self, input_ids: Sequence[torch.LongTensor], max_drafts: Sequence[int]) -> Draft:
         """
-        Drafts the tokens that follow `input_ids`.
+        Drafts the tokens that follow each row.
 
         Args:
-            input_ids: All tokens so far, the anchor last, `[B, L]`.
-            max_drafts: No more drafts than this are of use.
+            input_ids: For each row all tokens so far, the anchor last, `[1, L_row]`.
+            max_drafts: For each row how many drafts are of use at most.
         """
-        num_drafts = min(self.num_draft_tokens, max_drafts)
+        num_drafts = min(self.num_draft_tokens, max(max_drafts))
         if num_drafts <= 0:
-            return NO_DRAFT
-        input_ids = input_ids.to(self.drafter.device)  # type: ignore[assignment]
-        hidden_states = self._block_hidden_states(input_ids[:, -1], num_drafts)  # [B, G, D]
+            return no_draft(len(input_ids))
+        input_ids = [ids.to(self.drafter.device) for ids in input_ids]  # type: ignore[misc]
+        anchor_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
+        hidden_states = self._block_hidden_states(anchor_ids, num_drafts)  # [B, G, D]
         base_logits = self.drafter.base_logits(hidden_states, self.embeddings)  # [B, G, V_draft]
         if self._head is not None:
             self._head.begin_block(hidden_states)
-        return self._sequential_stage(input_ids, hidden_states, base_logits)
+        return self._sequential_stage(input_ids, hidden_states, base_logits, max_drafts)
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """
@@ -123,7 +150,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         probabilities `[B, G, V]` (`None` for greedy drafts). Context is what was given to
         [`~DSparkCandidateGenerator.observe`].
         """
-        draft = self.draft(input_ids, self.num_draft_tokens)
+        draft = self.draft(input_ids.split(1), [self.num_draft_tokens] * len(input_ids))  # type: ignore[arg-type]
         kept = draft.ids[:, : max(draft.lengths)].to(input_ids.device)
         log_probs = None if draft.probs is None else draft.probs[:, : kept.shape[1]].log()
         return torch.cat([input_ids, kept], dim=1), log_probs  # type: ignore[return-value]
@@ -135,7 +162,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _next_positions(self, num_tokens: int) -> torch.LongTensor:
         """Absolute positions of the `num_tokens` tokens after each row's context, `[B, num_tokens]`."""
-        starts = torch.tensor(self.cache.lengths, device=self.drafter.device) + self.first_position
+        starts = [length + first for length, first in zip(self.cache.lengths, self.first_positions, strict=True)]
+        starts = torch.tensor(starts, device=self.drafter.device)
         return starts[:, None] + torch.arange(num_tokens, device=starts.device)  # type: ignore[return-value]
 
     def _block_hidden_states(self, anchor_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
@@ -152,37 +180,46 @@ class DSparkCandidateGenerator(CandidateGenerator):
         first = 0 if config.sample_from_anchor else 1
         return output.last_hidden_state[:, first : first + num_drafts]
 
-    def _sequential_stage(self, input_ids: torch.Tensor, hidden_states: torch.Tensor, base_logits: torch.Tensor):
+    def _sequential_stage(
+        self,
+        input_ids: Sequence[torch.LongTensor],
+        hidden_states: torch.Tensor,
+        base_logits: torch.Tensor,
+        max_drafts: Sequence[int],
+    ) -> Draft:
         """Draws the drafts left to right, each slot seeing the token before it."""
+        warp = DraftWarper(self.logits_processors, input_ids)
         token_ids = self.drafter.draft_token_ids
-        full_vocabulary = bool(self.logits_processor) or self.do_sample
-        sequence, ids, probs, confidence = input_ids, [], [], []
+        full_vocabulary = warp.is_needed or self.do_sample
+        previous_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
+        ids, probs, confidence = [], [], []
         for slot in range(base_logits.shape[1]):
-            # Before x_k exists: the cut at slot k must not depend on the token drawn there.
+            # Before x_k exists: whether slot k is verified must not depend on the token drawn there.
             if self.wants_confidence:
-                confidence.append(self._confidence(slot, hidden_states[:, slot], sequence[:, -1]))
-                if (confidence[-1] < self.confidence_threshold).all():
+                confidence.append(self._confidence(slot, hidden_states[:, slot], previous_ids))
+                if not self.scheduler.keeps_drafting(torch.stack(confidence, dim=1), max_drafts, self.rows):
                     break
             scores = base_logits[:, slot]
             if self._head is not None:
-                scores = self._head(sequence, scores)  # type: ignore[arg-type]
+                scores = self._head(previous_ids[:, None], scores)  # type: ignore[arg-type]
             if full_vocabulary:
-                scores = self.logits_processor(sequence, self._over_full_vocabulary(scores))  # type: ignore[arg-type]
+                scores = warp(self._over_full_vocabulary(scores))
             if self.do_sample:
                 probs.append(drafting_law(scores))
-                next_ids = draw(probs[-1])
+                previous_ids = draw(probs[-1])
             else:
-                next_ids = scores.argmax(-1)  # type: ignore[assignment]
+                previous_ids = scores.argmax(-1)
                 if token_ids is not None and not full_vocabulary:
-                    next_ids = token_ids[next_ids]  # type: ignore[assignment]
-            ids.append(next_ids)
-            sequence = torch.cat([sequence, next_ids[:, None]], dim=1)
+                    previous_ids = token_ids[previous_ids]
+            ids.append(previous_ids)
+            warp.append(previous_ids)
         stacked = torch.stack(confidence, dim=1) if confidence else None
+        useful = [min(length, len(ids)) for length in max_drafts]
         return Draft(
-            sequence[:, input_ids.shape[1] :],  # type: ignore[arg-type]
+            torch.stack(ids, dim=1) if ids else previous_ids.new_zeros(len(previous_ids), 0),  # type: ignore[arg-type]
             torch.stack(probs, dim=1) if probs else None,
             stacked,
-            self._confident_lengths(stacked, len(ids), len(input_ids)),
+            self.scheduler.schedule(stacked, useful, self.rows),
         )
 
     def _confidence(self, slot: int, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
@@ -191,13 +228,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits = self.drafter.confidence_head(hidden_states, embeddings).float()  # type: ignore[misc]
         temperatures = self.drafter.config.confidence_temperatures
         return torch.sigmoid(logits / temperatures[slot] if temperatures else logits)
-
-    def _confident_lengths(self, confidence: torch.Tensor | None, num_drafts: int, num_rows: int) -> list[int]:
-        """Drafts before the first slot below the threshold (algorithm of paper section 3.3, static threshold)."""
-        if confidence is None or self.confidence_threshold <= 0:
-            return [num_drafts] * num_rows
-        confident = (confidence >= self.confidence_threshold).long().cumprod(1).sum(1)
-        return confident.clamp(max=num_drafts).tolist()
 
     def _over_full_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
         """Draft scores spread over the target's vocabulary; tokens outside the draft vocabulary get probability 0."""

@@ -22,7 +22,7 @@ _memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref, torch.Tensor, Dra
 
 
 def remember(cache: Cache, drafter: DSparkDrafter, token_ids: torch.LongTensor, draft_cache: DraftCache) -> None:
-    """Keeps the draft cache of a finished call for the next call with the same target cache; `token_ids` `[1, T]`."""
+    """Keeps the draft cache of a finished call of one row for the next with the same target cache; `token_ids` `[1, T]`."""
     _memories[cache] = (weakref.ref(drafter), token_ids.clone(), draft_cache)
 
 
@@ -48,10 +48,10 @@ def prepare_context(target: TargetPass, generator: DSparkCandidateGenerator, inp
         return
     real = target.attended_columns(0, past_length)
     if input_ids.shape[1] < past_length or not target.holds_prefix_of(input_ids):
-        generator.first_position = past_length if real is None else int(real.sum())
+        generator.first_positions = [past_length] * len(input_ids) if real is None else real.sum(1).tolist()
         return
     prefix = input_ids[:, :past_length]
-    recalled = recall(target.cache, generator.drafter, prefix)  # type: ignore[arg-type]
+    recalled = recall(target.cache, generator.drafter, prefix) if len(prefix) == 1 else None  # type: ignore[arg-type]
     if recalled is not None:
         generator.cache = recalled
     else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
@@ -62,6 +65,37 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
         return scores + self.head.markov_w2(features).to(scores.dtype)
 
 
+class DraftWarper:
+    """
+    Applies each row's processors to the scores of one slot after another.
+
+    Args:
+        processors: Of each row, those of [`drafting_processors`].
+        input_ids: Of each row all tokens so far, `[1, L_row]`.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessorList], input_ids: Sequence[torch.Tensor]):
+        self.is_needed = any(processors)
+        self._together = all(is_rowwise(own) for own in processors)
+        self._processors = processors
+        self._sequences = [] if self._together else list(input_ids)
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """`[B, V]` -> `[B, V]`."""
+        if self._together:
+            no_ids = torch.zeros(len(scores), 0, dtype=torch.long, device=scores.device)
+            return self._processors[0](no_ids, scores)  # type: ignore[arg-type]
+        rows = zip(self._processors, self._sequences, scores.split(1), strict=True)
+        return torch.cat([processors(ids, row) for processors, ids, row in rows])  # type: ignore[arg-type]
+
+    def append(self, token_ids: torch.Tensor) -> None:
+        """Adds the token drawn in each row, `[B]`."""
+        self._sequences = [
+            torch.cat([ids, token[None, None]], dim=1)
+            for ids, token in zip(self._sequences, token_ids if self._sequences else (), strict=True)
+        ]
+
+
 def is_rowwise(processors: LogitsProcessorList) -> bool:
     """Whether every processor looks at the scores alone, so that positions may be processed together."""
     return all(type(processor) in _ROWWISE for processor in processors)
@@ -80,3 +114,40 @@ def drafting_processors(processors: LogitsProcessorList) -> LogitsProcessorList:
         for processor in processors
         if type(processor).__module__ == stock.__name__ and not isinstance(processor, _STATEFUL)
     )
+
+
+def processors_for_row(processors: LogitsProcessorList, row: int, num_rows: int) -> LogitsProcessorList:
+    """
+    The processors as one row of a batch sees them, called with that row alone.
+
+    Rows differ in length, so they are processed one by one. What a processor knows of the batch is cut to the row; one
+    that may remember calls (any but the stateless stock ones) gets a copy of its own for each row.
+    """
+    if num_rows == 1:
+        return processors
+    return LogitsProcessorList(_for_row(processor, row) for processor in processors)
+
+
+def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    if isinstance(processor, stock.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return stock.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), num_beams=1)
+    if isinstance(processor, stock.EncoderNoRepeatNGramLogitsProcessor):
+        own = copy.copy(processor)
+        own.batch_size, own.generated_ngrams = 1, [processor.generated_ngrams[row]]
+        return own
+    for name in ("encoder_input_ids", "prompt_ignore_length"):  # Repetition penalties: what they know of each prompt.
+        if isinstance(getattr(processor, name, None), torch.Tensor):
+            own = copy.copy(processor)
+            setattr(own, name, getattr(processor, name)[row : row + 1])
+            return own
+    if isinstance(processor, stock.UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        own = copy.copy(processor)  # Shares the model, not what it has computed.
+        own.unconditional_context = {
+            key: value[row : row + 1] if isinstance(value, torch.Tensor) else value
+            for key, value in processor.unconditional_context.items()
+        }
+        return own
+    if type(processor).__module__ == stock.__name__ and not isinstance(processor, _STATEFUL):
+        return processor
+    return copy.deepcopy(processor)

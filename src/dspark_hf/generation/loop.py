@@ -17,11 +17,14 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaL
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_dspark import DSparkDrafter
-from .candidate_generator import NO_DRAFT, DSparkCandidateGenerator
+from ..scheduling import VerifyScheduler
+from .candidate_generator import DSparkCandidateGenerator, no_draft
 from .context_memory import prepare_context, remember
-from .output import Output
-from .registration import unwrap_drafter
+from .logits_process import processors_for_row
+from .output import Output, assemble
+from .registration import is_callers_cache, pad_token_of, unwrap_drafter
 from .requirements import check_call, draft_settings
+from .rows_target_pass import RowsTargetPass, states_of_row
 from .target_pass import TargetPass
 from .telemetry import Round, current_recorder
 from .token_choice import TokenChoice
@@ -38,6 +41,7 @@ def dspark_generate(
     streamer: BaseStreamer | None = None,
     num_assistant_tokens: int | None = None,
     assistant_confidence_threshold: float | None = None,
+    verify_scheduler: VerifyScheduler | None = None,
     **model_kwargs: Any,
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
     """
@@ -59,6 +63,7 @@ def dspark_generate(
         streamer: Gets each committed token, as in plain `generate`.
         num_assistant_tokens: Drafts a round; the drafter's `generation_config` by default.
         assistant_confidence_threshold: A round's drafts end before the first slot less confident than this.
+        verify_scheduler: Decides instead how many of each row's drafts are verified.
 
     Returns:
         What plain `generate` would return: token ids `[B, L]`, or a `GenerateDecoderOnlyOutput`.
@@ -71,58 +76,77 @@ def dspark_generate(
         if base is None:
             raise ValueError(f"drafter= must be a DSparkDrafter, got {type(drafter).__name__}.")
         check_call(model, input_ids, generation_config)
-        num_drafts, threshold = draft_settings(base, num_assistant_tokens, assistant_confidence_threshold)
-        do_sample = bool(generation_config.do_sample)
-        recorder = current_recorder()
+        num_drafts, scheduler = draft_settings(
+            base, num_assistant_tokens, assistant_confidence_threshold, verify_scheduler
+        )
+        num_rows, do_sample, recorder = len(input_ids), bool(generation_config.do_sample), current_recorder()
+        processors = [processors_for_row(logits_processor, row, num_rows) for row in range(num_rows)]
         generator = DSparkCandidateGenerator(
             base,
             model,
-            logits_processor,
+            processors,
             do_sample=do_sample,
             num_draft_tokens=num_drafts,
-            confidence_threshold=threshold,
-            num_rows=len(input_ids),
+            scheduler=scheduler,
             want_confidence=recorder is not None,
         )
-        target = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
-        output = Output(input_ids, stopping_criteria, generation_config, streamer)
+        prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
+        outputs = [Output(row, stopping_criteria, generation_config, streamer) for row in input_ids.split(1)]  # type: ignore
 
-        # 1. The prompt: its features become the drafter's context, its last logits give the first anchor.
+        # 1. The prompts: their features become the drafter's context, their last logits give the first anchors.
         started = time.perf_counter()
-        prepare_context(target, generator, input_ids)
-        for fed in target.prefill(input_ids):
+        prepare_context(prompt, generator, input_ids)
+        for fed in prompt.prefill(input_ids):
             generator.observe_prompt(fed.context_features, fed.attended)
-        choice = TokenChoice(logits_processor, do_sample, fed.logits, NO_DRAFT)
-        output.commit(choice, fed.raw, is_prefill=True)
-        target.commit(num_fed=1, num_committed=1)
+        for row, output in enumerate(outputs):
+            choice = TokenChoice(processors[row], do_sample, fed.logits[row : row + 1], no_draft())
+            output.commit(choice, states_of_row(fed.raw, row, num_rows), is_prefill=True)
+        keep_cache = bool(generation_config.return_dict_in_generate) or is_callers_cache(prompt.cache)
+        target = prompt if num_rows == 1 else RowsTargetPass(prompt, keep_cache)
         if recorder is not None:
             recorder.prefill_s += time.perf_counter() - started
 
-        # 2. Rounds, until the output is complete.
-        while not output.is_finished:
-            started = time.perf_counter()
+        # 2. Rounds, until every row is complete.
+        rows = drop_finished(list(range(num_rows)), outputs, generator, target)
+        while rows:
+            clock = [time.perf_counter()]
             # A round adds one token of the target's own, so there is room for one draft fewer than for tokens.
-            draft = generator.draft(output.ids, max_drafts=output.room - 1)
-            num_verified = draft.lengths[0]
-            drafted = time.perf_counter()
-            fed = target.verify(output.ids, draft.ids[:, :num_verified])  # type: ignore[arg-type]
-            verified = time.perf_counter()
-            choice = TokenChoice(logits_processor, do_sample, fed.logits, draft)
-            length = output.ids.shape[1]
+            draft = generator.draft([outputs[row].ids for row in rows], [outputs[row].room - 1 for row in rows])
+            drafts = [draft.of_row(place) for place in range(len(rows))]
+            clock.append(time.perf_counter())
+            fed_rows = target.verify([outputs[row].ids for row in rows], [own.ids for own in drafts])
+            clock.append(time.perf_counter())
+            choices = [
+                TokenChoice(processors[row], do_sample, fed.logits, own)
+                for row, fed, own in zip(rows, fed_rows, drafts, strict=True)
+            ]
+            lengths = [outputs[row].ids.shape[1] for row in rows]
             try:
-                output.commit(choice, fed.raw)
+                for row, fed, choice in zip(rows, fed_rows, choices, strict=True):
+                    outputs[row].commit(choice, fed.raw)
             finally:  # Whatever a criterion or streamer raises, the cache keeps no rejected draft.
-                num_committed = output.ids.shape[1] - length
-                target.commit(num_fed=num_verified + 1, num_committed=num_committed)
-            generator.observe(fed.context_features[:, :num_committed])
+                counts = [outputs[row].ids.shape[1] - length for row, length in zip(rows, lengths, strict=True)]
+                target.commit(counts)
+            generator.observe([fed.context_features[0] for fed in fed_rows], counts)
             if recorder is not None:
-                recorder.rounds.append(
-                    Round.of(draft, choice, num_committed, started, drafted, verified, time.perf_counter())
-                )
-        target.end_recording()
-        if output.ids.shape[1] == target.past_length + 1:  # The ids are those of the whole cache.
-            remember(target.cache, base, output.ids[:, :-1], generator.cache)  # type: ignore[arg-type]
-        return output.result(target.cache)
+                parts = zip(rows, drafts, choices, counts, strict=True)
+                records = [Round.of(row, draft.ids.shape[1], *others) for row, *others in parts]
+                recorder.add(records, [*clock, time.perf_counter()])
+            rows = drop_finished(rows, outputs, generator, target)
+        if num_rows == 1 and outputs[0].ids.shape[1] == prompt.past_length + 1:  # The ids are those of the whole cache.
+            remember(prompt.cache, base, outputs[0].ids[:, :-1], generator.cache)  # type: ignore[arg-type]
+        return assemble(outputs, pad_token_of(generation_config), target.finish())
     finally:
         if streamer is not None:
             streamer.end()
+
+
+def drop_finished(
+    rows: list[int], outputs: list[Output], generator: DSparkCandidateGenerator, target: TargetPass | RowsTargetPass
+) -> list[int]:
+    """The rows still to be decoded; the others leave the drafter and the target and cost nothing more."""
+    places = [place for place, row in enumerate(rows) if not outputs[row].is_finished]
+    if len(outputs) > 1 and len(places) < len(rows):
+        generator.keep_rows(places)
+        target.keep_rows(places)
+    return [rows[place] for place in places]

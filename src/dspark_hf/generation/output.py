@@ -22,10 +22,10 @@ from .token_choice import TokenChoice
 
 class Output:
     """
-    The output of one `generate` call, grown one committed token at a time.
+    The output of one row of a `generate` call, grown one committed token at a time.
 
     Args:
-        input_ids: The prompt, `[B, P]`.
+        input_ids: The row's prompt, `[1, P]`.
         stopping_criteria: As `generate` prepared them; asked after every token, like plain `generate` does.
         generation_config: Says what to return.
         streamer: Gets every token.
@@ -45,11 +45,11 @@ class Output:
         limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
         self._max_length = min(limits, default=generation_config.max_length)
         self._streamer = streamer
-        self._returns_dict = bool(generation_config.return_dict_in_generate)
-        self._scores = self._wanted(generation_config.output_scores)
-        self._logits = self._wanted(generation_config.output_logits)
-        self._attentions = self._wanted(generation_config.output_attentions)
-        self._hidden_states = self._wanted(generation_config.output_hidden_states)
+        self.returns_dict = bool(generation_config.return_dict_in_generate)
+        self.scores = self._wanted(generation_config.output_scores)
+        self.logits = self._wanted(generation_config.output_logits)
+        self.attentions = self._wanted(generation_config.output_attentions)
+        self.hidden_states = self._wanted(generation_config.output_hidden_states)
         # Limits and end-of-sequence tokens can be found in a list of new tokens without a call for each.
         self._is_simple = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in stopping_criteria)
         eos = [c.eos_token_id for c in stopping_criteria if type(c) is EosTokenCriteria]
@@ -76,28 +76,15 @@ class Output:
             for token_ids in choice.one_by_one(lambda: self.ids):
                 self._append(token_ids[:, None], choice, num_committed, num_committed + 1)
                 num_committed += 1
-                if bool(self._criteria(self.ids, self._scores).all()):
+                if bool(self._criteria(self.ids, self.scores).all()):
                     self.is_finished = True
                     break
         self._collect(raw, num_committed, choice.num_slots, is_prefill)
 
-    def result(self, cache: Any) -> torch.LongTensor | GenerateDecoderOnlyOutput:
-        """What plain `generate` returns."""
-        if not self._returns_dict:
-            return self.ids
-        return GenerateDecoderOnlyOutput(
-            sequences=self.ids,
-            scores=self._scores,
-            logits=self._logits,
-            attentions=self._attentions,
-            hidden_states=self._hidden_states,
-            **{CACHE_KEY: cache},
-        )
-
     # ------------------------------------------------------------------ helpers
 
     def _wanted(self, flag: bool | None) -> tuple | None:
-        return () if self._returns_dict and flag else None
+        return () if self.returns_dict and flag else None
 
     def _commit_together(self, choice: TokenChoice) -> int:
         tokens = choice.all_tokens()  # [B, N]
@@ -111,10 +98,10 @@ class Output:
     def _append(self, tokens: torch.Tensor, choice: TokenChoice, start: int, end: int) -> None:
         """Adds `tokens` `[B, end - start]`, chosen at slots `start..end-1` of the round."""
         self.ids = torch.cat([self.ids, tokens], dim=1)  # type: ignore[assignment]
-        if self._scores is not None:
-            self._scores += tuple(choice.scores_at(slot) for slot in range(start, end))
-        if self._logits is not None:
-            self._logits += tuple(choice.logits_at(slot) for slot in range(start, end))
+        if self.scores is not None:
+            self.scores += tuple(choice.scores_at(slot) for slot in range(start, end))
+        if self.logits is not None:
+            self.logits += tuple(choice.logits_at(slot) for slot in range(start, end))
         if self._streamer is not None:
             if hasattr(self._streamer, "next_are_drafted"):
                 self._streamer.next_are_drafted(max(choice.num_accepted - start, 0))
@@ -123,25 +110,72 @@ class Output:
 
     def _collect(self, raw: Any, num_committed: int, num_slots: int, is_prefill: bool) -> None:
         """One entry a token, as in plain `generate`: the states at the position whose logits gave the token."""
-        if self._hidden_states is not None:
+        if self.hidden_states is not None:
             if is_prefill:
-                self._hidden_states += (raw.hidden_states,)
+                self.hidden_states += (raw.hidden_states,)
             else:
-                self._hidden_states += tuple(
+                self.hidden_states += tuple(
                     tuple(state[:, slot : slot + 1] for state in raw.hidden_states) for slot in range(num_committed)
                 )
-        if self._attentions is not None:
+        if self.attentions is not None:
             if is_prefill:
-                self._attentions += (raw.attentions,)
+                self.attentions += (raw.attentions,)
             else:
                 layers = list(raw[CACHE_KEY].layers)
-                self._attentions += tuple(
+                self.attentions += tuple(
                     tuple(
                         _row_of(weights, slot, num_slots, layer)
                         for weights, layer in itertools.zip_longest(raw.attentions, layers[: len(raw.attentions)])
                     )
                     for slot in range(num_committed)
                 )
+
+
+def assemble(outputs: list[Output], pad_token_id: int, cache: Any) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+    """
+    What plain `generate` returns for these rows.
+
+    Where plain `generate` goes on computing scores and states for a row that has ended, which mean nothing, ours are zero.
+
+    Args:
+        outputs: Of every row, in the order of the batch.
+        pad_token_id: Fills rows that ended before the longest.
+        cache: The target's cache, to be returned with the rest.
+    """
+    longest = max(output.ids.shape[1] for output in outputs)
+    padded = [torch.nn.functional.pad(o.ids, (0, longest - o.ids.shape[1]), value=pad_token_id) for o in outputs]
+    sequences: torch.LongTensor = torch.cat(padded)  # type: ignore[assignment]
+    if not outputs[0].returns_dict:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=_stacked([output.scores for output in outputs]),
+        logits=_stacked([output.logits for output in outputs]),
+        attentions=_stacked([output.attentions for output in outputs]),
+        hidden_states=_stacked([output.hidden_states for output in outputs]),
+        **{CACHE_KEY: cache},
+    )
+
+
+def _stacked(rows: list[tuple | None]) -> tuple | None:
+    """One entry a step with the rows along the batch axis, from each row's entries."""
+    if rows[0] is None or len(rows) == 1:
+        return rows[0]
+    longest = max(rows, key=len)  # type: ignore[arg-type]
+    steps = []
+    for step, like in enumerate(longest):
+        present = [row[step] if step < len(row) else None for row in rows]  # type: ignore[index, arg-type]
+        if isinstance(like, tuple):  # One tensor a layer.
+            steps.append(
+                tuple(_rows_of([None if p is None else p[i] for p in present], like[i]) for i in range(len(like)))
+            )
+        else:
+            steps.append(_rows_of(present, like))
+    return tuple(steps)
+
+
+def _rows_of(present: list[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros_like(like) if tensor is None else tensor for tensor in present])
 
 
 def _row_of(weights: torch.Tensor, slot: int, num_slots: int, layer: Any) -> torch.Tensor:

@@ -21,6 +21,9 @@ from ..modeling_dspark import DSparkDrafter
 
 _ORIGINAL = "_dspark_hf_original"
 
+# Taken from the call, its generation configuration or the drafter's, in this order.
+DRAFT_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold", "verify_scheduler")
+
 # transformers 5.24 renamed the cache argument of models and the field of their outputs.
 CACHE_KEY = (
     "cache"
@@ -93,7 +96,7 @@ def _generate_with_drafter(generate, target, drafter: DSparkDrafter, args: tuple
     # One tokenizer serves both models: a drafter shares its target's vocabulary.
     call.pop("assistant_tokenizer", None)
     _build_stop_strings(target, call)
-    settings = {name: _setting(name, call) for name in ("num_assistant_tokens", "assistant_confidence_threshold")}
+    settings = {name: _setting(name, call) for name in DRAFT_SETTINGS}
     streamer = call.get("streamer")
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -181,6 +184,17 @@ def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> N
 
 
 # ---------------------------------------------------------------------- transformers' internals, by their names
+
+
+def pad_token_of(generation_config: GenerationConfig) -> int:
+    """The padding token as `generate` prepared it; 0 where there is none and no row can end early."""
+    token = getattr(generation_config, "_pad_token_tensor", None)
+    return 0 if token is None else int(token)
+
+
+def is_callers_cache(cache: Cache) -> bool:
+    """Whether the cache outlives the call because the caller passed it in; versions that do not tell are taken to say yes."""
+    return bool(getattr(cache, "_is_user_defined", CACHE_KEY != "cache"))
 
 
 def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int | None:

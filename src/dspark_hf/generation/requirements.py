@@ -7,6 +7,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..modeling_dspark import DSparkDrafter
+from ..scheduling import ConfidenceThreshold, FixedLength, VerifyScheduler
 
 logger = logging.get_logger(__name__)
 
@@ -27,7 +28,7 @@ def check_call(model: PreTrainedModel, input_ids: torch.LongTensor, generation_c
     Refuses calls that this loop has no exact answer for.
 
     Raises:
-        ValueError: beams, several rows, other decoding methods, prompt-tuned targets.
+        ValueError: beams, other decoding methods, prompt-tuned targets, attention weights of several rows.
     """
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(
@@ -39,41 +40,50 @@ def check_call(model: PreTrainedModel, input_ids: torch.LongTensor, generation_c
             raise ValueError(
                 f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out."
             )
-    if len(input_ids) > 1:
+    if len(input_ids) > 1 and generation_config.return_dict_in_generate and generation_config.output_attentions:
         raise ValueError(
-            f"Several rows at once ({len(input_ids)} here, num_return_sequences counted) are not supported with a DSpark drafter "
-            "yet: call generate for each row, or leave out assistant_model=."
+            f"output_attentions=True is not available for several rows ({len(input_ids)} here): their attention is computed "
+            "together. Call generate for each row."
         )
     _refuse_virtual_tokens(model)
 
 
-def draft_settings(drafter: DSparkDrafter, num_drafts: int | None, threshold: float | None) -> tuple[int, float]:
+def draft_settings(
+    drafter: DSparkDrafter, num_drafts: int | None, threshold: float | None, scheduler: VerifyScheduler | None
+) -> tuple[int, VerifyScheduler]:
     """
-    Drafts a round and the confidence threshold: the call's, else those of `drafter.generation_config`.
+    Drafts a round and who decides how many are verified: the call's settings, else those of `drafter.generation_config`.
 
     Raises:
-        ValueError: for more drafts than a block gives, or a threshold that is no probability.
+        ValueError: for more drafts than a block gives, a threshold that is no probability, or two ways to decide.
     """
     config, settings = drafter.config, drafter.generation_config
     if num_drafts is None:
         num_drafts = (
             settings.num_assistant_tokens if settings.num_assistant_tokens is not None else config.num_draft_tokens
         )
-    if threshold is None:
-        threshold = settings.assistant_confidence_threshold or 0.0
     if not 0 <= num_drafts <= config.num_draft_tokens:
         raise ValueError(
             f"num_assistant_tokens={num_drafts}, but a block of this drafter gives at most {config.num_draft_tokens} drafts "
             f"(block_size={config.block_size}, sample_from_anchor={config.sample_from_anchor}). Beyond what it was trained for, "
             "every slot's acceptance collapses."
         )
-    if not 0.0 <= threshold <= 1.0:
+    if threshold and scheduler is not None:
+        raise ValueError(
+            "Pass either assistant_confidence_threshold= or verify_scheduler=: both decide the verify length."
+        )
+    if threshold is None and scheduler is None:
+        threshold, scheduler = settings.assistant_confidence_threshold, getattr(settings, "verify_scheduler", None)
+    if scheduler is not None:
+        return num_drafts, scheduler
+    if not 0.0 <= (threshold or 0.0) <= 1.0:
         raise ValueError(f"assistant_confidence_threshold={threshold} is not a probability.")
-    if threshold > 0 and drafter.confidence_head is None:
+    if threshold and drafter.confidence_head is None:
         logger.warning_once(
             f"assistant_confidence_threshold={threshold} has no effect: this drafter has no confidence head."
         )
-    return num_drafts, threshold
+        threshold = 0.0
+    return num_drafts, ConfidenceThreshold(threshold) if threshold else FixedLength()
 
 
 def _refuse_virtual_tokens(model: PreTrainedModel) -> None:

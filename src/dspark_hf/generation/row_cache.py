@@ -122,7 +122,10 @@ class RowCache(Cache):
 
     def __init__(self, prompt_cache: Cache, attended: torch.BoolTensor | None):
         num_columns = int(prompt_cache.get_seq_length())
-        layers = [RowLayer(layer.keys, layer.values, num_columns) for layer in prompt_cache.layers]
+        layers = [
+            RowLayer(layer.keys[:, :, :num_columns], layer.values[:, :, :num_columns], num_columns)
+            for layer in prompt_cache.layers
+        ]
         super().__init__(layers=layers)
         num_rows = layers[0].keys.shape[0]
         self.lengths = [num_columns] * num_rows
@@ -136,7 +139,9 @@ class RowCache(Cache):
         device = self.key_mask.device
         span = max(length + count for length, count in zip(self.lengths, counts, strict=True))
         if span > self.key_mask.shape[1]:
-            self.key_mask = torch.nn.functional.pad(self.key_mask, (0, span + _GROWTH - self.key_mask.shape[1]), value=True)
+            self.key_mask = torch.nn.functional.pad(
+                self.key_mask, (0, span + _GROWTH - self.key_mask.shape[1]), value=True
+            )
         for layer in self.layers:
             layer.reserve(span)
         lengths = torch.tensor(self.lengths, device=device)
@@ -160,8 +165,8 @@ class RowCache(Cache):
     def select(self, rows: list[int]) -> None:
         """Keeps only the given rows: finished ones cost nothing more."""
         for layer in self.layers:
-            layer.select(torch.tensor(rows, device=layer.keys.device))
-        self.key_mask = self.key_mask[torch.tensor(rows, device=self.key_mask.device)]
+            layer.select(torch.tensor(rows, dtype=torch.long, device=layer.keys.device))
+        self.key_mask = self.key_mask[torch.tensor(rows, dtype=torch.long, device=self.key_mask.device)]
         self.lengths = [self.lengths[row] for row in rows]
 
     @property
@@ -288,19 +293,21 @@ def _register(own: str) -> None:
 # ---------------------------------------------------------------------- helpers
 
 
-def refill(cache: Cache, rows: dict[int, list[KeyValues]], num_columns: int) -> None:
+def refill(cache: Cache, rows: dict[int, list[KeyValues]]) -> None:
     """
     Puts rows that ended at different times back into an ordinary cache.
 
     Args:
         cache: The cache the prompt was fed with; its object stays the caller's.
-        rows: For each batch index what [`RowCache.extract`] gave when the row ended.
-        num_columns: Columns the cache has in the end; a row that ended early leaves zeros, where plain `generate` leaves
-            what padding tokens gave.
+        rows: For each batch index what [`RowCache.extract`] gave when the row ended. Behind a row that ended early there
+            are zeros, where plain `generate` leaves what padding tokens gave.
     """
+    num_columns = max(layers[0][0].shape[1] for layers in rows.values())
     cache.reset()
     for index in range(len(rows[0])):
-        stacked = [torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)]
+        stacked = [
+            torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)
+        ]
         cache.update(*stacked, index)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -32,7 +32,8 @@ class TargetOutput(NamedTuple):
 
 class TargetPass:
     """
-    Runs the target over the prompt and then over `[anchor, drafts]`, with transformers' own input preparation and cache.
+    Runs the target over the prompts and then, for one row, over `[anchor, drafts]`, with transformers' own input preparation
+    and cache.
 
     Args:
         model: The target.
@@ -57,13 +58,14 @@ class TargetPass:
         self.generation_config = generation_config
         self.hidden_state_indices = hidden_state_indices
         if is_stateful(model):
-            self._refuse(
+            self.refuse(
                 f"{type(model).__name__} keeps recurrent state, which cannot be rolled back after a rejected draft"
             )
         if self.cache is None or not model_kwargs.get("use_cache", True):
-            self._refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
+            self.refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
         self._check_croppable()
         self._recording: list[Any] = []
+        self._num_fed = 1
 
     @property
     def past_length(self) -> int:
@@ -84,12 +86,12 @@ class TargetPass:
         # Columns of masks and positions count from the start of the cache, those of new-only ids from its end.
         offset = 0 if self.holds_prefix_of(input_ids) else past_length
         if past_length >= offset + length:
-            self._refuse(
+            self.refuse(
                 f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from"
             )
         chunk_size = self.generation_config.prefill_chunk_size or length
         if chunk_size < offset + length - past_length and embeds is not None:
-            self._refuse("prefill_chunk_size does not work with inputs_embeds")
+            self.refuse("prefill_chunk_size does not work with inputs_embeds")
         for start in range(past_length, offset + length, chunk_size):
             end = min(start + chunk_size, offset + length)
             kwargs = self._kwargs_of_first(end, offset + length)
@@ -103,39 +105,50 @@ class TargetPass:
         # Only now: recording every state of a long prompt would hold far more memory than the layers keep.
         self._recording = [layer for layer in self.cache.layers if not getattr(layer, "record_past", True)]
         self.cache.activate_past_recording()
+        self._end_pass(num_fed=1, num_committed=1)
 
-    def verify(self, input_ids: torch.LongTensor, draft_ids: torch.LongTensor) -> TargetOutput:
+    def verify(self, input_ids: list[torch.LongTensor], draft_ids: list[torch.LongTensor]) -> list[TargetOutput]:
         """
-        Feeds the anchor and its drafts.
+        Feeds the anchor and its drafts, of one row.
 
         Args:
-            input_ids: All committed tokens, the anchor last, `[B, L]`.
-            draft_ids: `[B, N]`.
+            input_ids: All committed tokens, the anchor last, `[1, L]`.
+            draft_ids: `[1, N]`.
 
         Returns:
             Logits and features of all `N + 1` tokens fed.
         """
-        num_fed = draft_ids.shape[1] + 1
-        kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_fed - 1)
-        candidates = torch.cat([input_ids, draft_ids.to(input_ids.device)], dim=1)
-        return self._forward(candidates, num_fed, num_fed, kwargs, is_first_iteration=False)
+        candidates = torch.cat([input_ids[0], draft_ids[0].to(input_ids[0].device)], dim=1)
+        self._num_fed = draft_ids[0].shape[1] + 1
+        kwargs = extended_model_kwargs(self.model, self.model_kwargs, self._num_fed - 1)
+        return [self._forward(candidates, self._num_fed, self._num_fed, kwargs, is_first_iteration=False)]
 
-    def commit(self, num_fed: int, num_committed: int) -> None:
+    def commit(self, num_committed: list[int]) -> None:
         """
         Ends a round: keeps the fed tokens that belong to the output and makes room for the new anchor.
 
         As in plain `generate`, the last committed token is not in the cache.
 
         Args:
-            num_fed: Tokens the pass fed.
             num_committed: Tokens the round added to the output.
         """
+        self._end_pass(self._num_fed, num_committed[0])
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Nothing to do: the one row stays."""
+
+    def finish(self) -> Any:
+        """The target's cache, as plain `generate` leaves it."""
+        self.end_recording()
+        return self.cache
+
+    def _end_pass(self, num_fed: int, num_committed: int) -> None:
         # `crop(0)` is no no-op: it lets sliding-window layers drop what they recorded for this round.
         self.cache.crop(num_committed - num_fed)
         self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed)
 
     def end_recording(self) -> None:
-        """Leaves the cache as plain `generate` does: a later prompt is not to be recorded state by state."""
+        """A later prompt is not to be recorded state by state."""
         for layer in self._recording:
             layer.record_past = False
 
@@ -199,10 +212,11 @@ class TargetPass:
             # older versions of transformers.
             is_undecided = is_empty and isinstance(layer, LinearAttentionCacheLayerMixin)
             if isinstance(layer, QuantizedLayer) or not (layer.is_croppable or is_undecided):
-                self._refuse(
-                    f"the layers of its {type(self.cache).__name__} cannot be rolled back ({type(layer).__name__}: recurrent state, "
-                    "quantized keys and values, or a static window)"
+                self.refuse(
+                    f"the layers of its {type(self.cache).__name__} cannot be rolled back ({type(layer).__name__}: recurrent "
+                    "state, quantized keys and values, or a static window)"
                 )
 
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises the `ValueError` of a call that has no exact answer here."""
         raise ValueError(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")

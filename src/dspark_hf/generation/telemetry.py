@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ class Round:
         accepted: Of those, tokens that passed (bonus not counted).
         committed: Tokens added to the output: accepted ones and the one that follows, unless the output ended.
         confidence: The confidence head's probability for each drafted slot; empty without a head.
-        drafting_s, verifying_s, elsewhere_s: Wall-clock seconds in the drafter, in the target's pass, in all else.
+        drafting_s, verifying_s, elsewhere_s: Wall-clock seconds in the drafter, in the target's pass, in all else; the
+            rows of a batch share them equally.
         row: Row of the batch.
     """
 
@@ -40,27 +42,25 @@ class Round:
     row: int = 0
 
     @classmethod
-    def of(
-        cls,
-        draft: Draft,
-        choice: TokenChoice,
-        committed: int,
-        started: float,
-        drafted: float,
-        verified: float,
-        ended: float,
-    ) -> Round:
-        """The record of a round from its parts and the clock readings between them."""
+    def of(cls, row: int, drafted: int, draft: Draft, choice: TokenChoice, committed: int) -> Round:
+        """
+        The record of one row's round, without its times.
+
+        Args:
+            row: Row of the batch.
+            drafted: Tokens the drafter proposed.
+            draft: What of it was sent to the target, `[1, L]`.
+            choice: What the target made of it.
+            committed: Tokens added to the output.
+        """
         ended_in_drafts = committed <= choice.num_accepted
         return cls(
-            drafted=draft.ids.shape[1],
+            drafted=drafted,
             verified=committed if ended_in_drafts else choice.num_slots - 1,
             accepted=min(choice.num_accepted, committed),
             committed=committed,
             confidence=[] if draft.confidence is None else draft.confidence[0].tolist(),
-            drafting_s=drafted - started,
-            verifying_s=verified - drafted,
-            elsewhere_s=ended - verified,
+            row=row,
         )
 
 
@@ -76,6 +76,19 @@ class SpeculationStats:
 
     rounds: list[Round] = field(default_factory=list)
     prefill_s: float = 0.0
+
+    def add(self, rounds: list[Round], clock: list[float]) -> None:
+        """
+        Adds one round of each row.
+
+        Args:
+            rounds: Of the rows that were decoded together.
+            clock: Seconds on a clock at the start, after drafting, after the target's pass and at the end.
+        """
+        drafting_s, verifying_s, elsewhere_s = ((b - a) / len(rounds) for a, b in itertools.pairwise(clock))
+        for record in rounds:
+            record.drafting_s, record.verifying_s, record.elsewhere_s = drafting_s, verifying_s, elsewhere_s
+        self.rounds += rounds
 
     @property
     def acceptance_length(self) -> float:
