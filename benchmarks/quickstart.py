@@ -3,8 +3,8 @@
     python benchmarks/quickstart.py gsm8k.jsonl humaneval.jsonl --max-prompts 40
 
 Each file is a task: JSON lines with `turns`, of which the first is asked. Greedy, float32. Acceptance comes from all prompts,
-several rows at once; speed from the first `--timed-prompts` of each file, one row, plain and DSpark in turn on each
-prompt. Prints tables and ends with one line of JSON.
+several rows at once, every draft verified; speed from the first `--timed-prompts` of each file, one row, plain and DSpark
+in turn on each prompt, with the settings saved with the drafter. Prints tables and ends with one line of JSON.
 """
 
 import argparse
@@ -45,7 +45,13 @@ def acceptance(target, drafter, tokenizer, conversations, max_new_tokens, num_ro
     with record_speculation() as stats:
         for start in range(0, len(ordered), num_rows):
             inputs = encode(tokenizer, ordered[start : start + num_rows])
-            target.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens, assistant_model=drafter)
+            target.generate(
+                **inputs,
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                assistant_model=drafter,
+                assistant_confidence_threshold=0.0,
+            )
             print(f"\r  {min(start + num_rows, len(ordered))}/{len(ordered)} prompts", end="", file=sys.stderr)
     print(file=sys.stderr)
     return stats
@@ -82,7 +88,9 @@ def main():
     report = {"tasks": {}, "pass_ms": {n: round(pass_ms(target, n), 1) for n in (1, 4, 8)}}
     print("one pass over 1 / 4 / 8 tokens:", " / ".join(f"{ms:.0f}" for ms in report["pass_ms"].values()), "ms\n")
 
-    print(f"{'task':12}{'prompts':>8}{'acceptance':>12}{'plain tok/s':>13}{'DSpark tok/s':>14}{'ratio':>7}{'identical':>11}")
+    print(
+        f"{'task':12}{'prompts':>8}{'acceptance':>12}{'plain tok/s':>13}{'DSpark tok/s':>14}{'ratio':>7}{'identical':>11}"
+    )
     seconds, tokens = {"plain": 0.0, "DSpark": 0.0}, 0
     for file in args.files:
         conversations = prompts_of(file, tokenizer, args.max_prompts)
@@ -101,7 +109,7 @@ def main():
         report["tasks"][Path(file).stem] = row
         print(
             f"{Path(file).stem:12}{row['prompts']:8}{row['acceptance_length']:12.2f}{row['plain_tokens_per_second']:13.1f}"
-            f"{row['dspark_tokens_per_second']:14.1f}{row['ratio']:7.2f}{str(identical):>11}"
+            f"{row['dspark_tokens_per_second']:14.1f}{row['ratio']:7.2f}{identical!s:>11}"
         )
         for method, value in took.items():
             seconds[method] += value
@@ -109,7 +117,9 @@ def main():
     lengths = [row["acceptance_length"] for row in report["tasks"].values()]
     report["acceptance_length"] = round(statistics.mean(lengths), 3)
     report["ratio"] = round(seconds["plain"] / seconds["DSpark"], 3)
-    print(f"\nmean acceptance length {report['acceptance_length']:.2f}, speed {report['ratio']:.2f} x plain over {tokens} tokens")
+    print(
+        f"\nmean acceptance length {report['acceptance_length']:.2f}, speed {report['ratio']:.2f} x plain over {tokens} tokens"
+    )
     report["environment"] = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -81,7 +81,9 @@ def main():
     for method, took in seconds.items():
         length = f"{sum(r.committed for r in rounds) / len(rounds):.2f}" if method == "DSpark" else "1.00"
         print(f"{method:8}{tokens / took:10.1f}{seconds['plain'] / took:8.2f}{length:>20}")
-    print(f"\n{len(prompts)} greedy answers, {tokens} tokens each way, {'identical' if identical else 'NOT IDENTICAL'}.")
+    print(
+        f"\n{len(prompts)} greedy answers, {tokens} tokens each way, {'identical' if identical else 'NOT IDENTICAL'}."
+    )
 
 
 if __name__ == "__main__":
