@@ -126,7 +126,6 @@ def threshold_figure(document: dict[str, Any]) -> Any:
         axes.fill_between(xs, accepted, total, color=COLORS[4], alpha=0.75, linewidth=0, hatch="//", label="rejected")
         axes.set_title(group)
         axes.set_xlabel("confidence threshold")
-        axes.set_ylim(bottom=0)
         rate = axes.twinx()
         rate.plot(
             xs, [_percent(point["rate"]) for point in sweep], color="black", marker="o", markersize=3, label="rate"
@@ -137,6 +136,8 @@ def threshold_figure(document: dict[str, Any]) -> Any:
             _legend(figure, [*axes.get_legend_handles_labels()[0], *rate.get_legend_handles_labels()[0]])
         else:
             rate.tick_params(labelright=False)
+    highest = max((p["accepted"] or 0.0) + (p["rejected"] or 0.0) for _, sweep in panels for p in sweep)
+    all_axes[0].set_ylim(0, 1.05 * highest or 1.0)
     all_axes[0].set_ylabel("drafts a round")
     return figure
 
