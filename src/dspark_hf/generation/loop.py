@@ -71,6 +71,7 @@ def dspark_generate(
     Raises:
         ValueError: for calls that have no exact answer here; each message says what to do instead.
     """
+    prompt: TargetPass | None = None
     try:
         base = unwrap_drafter(drafter)
         if base is None:
@@ -137,6 +138,8 @@ def dspark_generate(
             remember(prompt.cache, base, outputs[0].ids[:, :-1], generator.cache)  # type: ignore[arg-type]
         return assemble(outputs, pad_token_of(generation_config), target.finish())
     finally:
+        if prompt is not None:
+            prompt.end_recording()
         if streamer is not None:
             streamer.end()
 

@@ -119,7 +119,13 @@ def _setting(name: str, call: dict[str, Any]) -> Any:
     """A knob of assisted generation as given in this call, or `None`: the drafter's own settings then count."""
     value = call.pop(name, None)
     config: GenerationConfig | None = call.get("generation_config")
-    return getattr(config, name, None) if value is None and config is not None else value
+    if value is not None or config is None:
+        return value
+    defaults = GenerationConfig._get_default_generation_params()
+    is_filled_in = all(getattr(config, key, None) is not None for key in defaults if defaults[key] is not None)
+    value = getattr(config, name, None)
+    # Pipelines of older versions of transformers fill in defaults that are not meant for these drafters.
+    return None if is_filled_in and value == defaults.get(name) else value
 
 
 def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:

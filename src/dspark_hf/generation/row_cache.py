@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _GROWTH = 128  # Buffers grow in steps of this many columns.
@@ -304,6 +304,9 @@ def refill(cache: Cache, rows: dict[int, list[KeyValues]]) -> None:
     """
     num_columns = max(layers[0][0].shape[1] for layers in rows.values())
     cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):  # Older versions of transformers only fill it with zeros.
+            layer.is_initialized = False
     for index in range(len(rows[0])):
         stacked = [
             torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)
