@@ -331,8 +331,12 @@ def test_chunks_give_the_same_drafts(drafts):
 
 def test_chunks_of_a_second_turn():
     target = rig.target()
-    outcome = rig.compare(target, {}, lambda: Conversation(target).inputs(), prefill_chunk_size=2)
-    assert rig.ids_of(outcome.plain) == uncached(target, Conversation(target).ids)
+    expected = uncached(target, Conversation(target).ids)  # Older versions feed the first turn again, on top of itself.
+    for kind in rig.KINDS:
+        settings = {"max_new_tokens": rig.NEW_TOKENS, "prefill_chunk_size": 2} | GREEDY
+        drafter = rig.drafter_of(kind, target, expected)
+        said = target.generate(**Conversation(target).inputs(), **settings, assistant_model=drafter)
+        assert rig.ids_of(said) == expected
 
 
 def test_acceptance_after_a_second_turn_is_no_worse():

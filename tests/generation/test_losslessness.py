@@ -2,8 +2,8 @@
 Sampling with a drafter has the law of sampling without, whatever the drafter, the warpers and the threshold.
 
 Two rigs with small vocabularies: the joint law of the first tokens after a prompt, against the exact law (every prefix is
-fed to the target, and its logits are processed and multiplied out); and one long run of a target that sees its last two
-tokens only, against its transition law. Beside each stand wrong samplers that the same test must catch.
+fed to the target, and its logits are processed and multiplied out); and one long run of a target that sees its last one or
+two tokens only, against its transition law. Beside each stand wrong samplers that the same test must catch.
 """
 
 import functools
@@ -23,8 +23,7 @@ from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
 pytestmark = pytest.mark.statistical
 
 VOCAB_SIZE = 6
-MASK_ID = VOCAB_SIZE - 1
-PROMPT = torch.tensor([[1, 4, 2]])
+PROMPT = torch.tensor([[1, 3, 2]])
 SMALL = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 16,
@@ -47,46 +46,71 @@ def short_target():
     return tiny.mistral(num_hidden_layers=1, sliding_window=2, initializer_range=0.3, **SMALL)
 
 
+@functools.cache
+def bigram_target():
+    """Sees its last token, of four: what is wrong shows soon."""
+    return tiny.bigram(num_hidden_layers=1, initializer_range=0.25, **(SMALL | {"vocab_size": 4}))
+
+
+def drafter_fields(target):
+    return {
+        "mask_token_id": target.config.vocab_size - 1,
+        "num_hidden_layers": 1,
+        "block_size": 3,
+        "target_layer_ids": [-1],
+    }
+
+
 def random_drafter(target, **fields):
-    own = {"mask_token_id": MASK_ID, "num_hidden_layers": 1, "block_size": 3, "target_layer_ids": [-1]}
-    return tiny.random_drafter(target, **(own | fields))
+    return tiny.random_drafter(target, **(drafter_fields(target) | fields))
 
 
-class NearlyRight(DSparkDrafter):
-    """Drafts from the target's own law of a token given the one before, slightly bent: long runs pass, some do not."""
+def sure_drafter(target):
+    """Always drafts the same token."""
+    return rig.scripted(target, [2] * 7000, **drafter_fields(target))
+
+
+class SequentialHeadOnly(DSparkDrafter):
+    """The backbone says nothing."""
 
     def base_logits(self, hidden_states, embeddings):
         return torch.zeros(*hidden_states.shape[:-1], self.config.vocab_size)
 
 
-def nearly_right_drafter(target):
-    template = random_drafter(target, markov_rank=VOCAB_SIZE)
-    drafter = NearlyRight(template.config).eval()
+def bent_drafter(target, scale=0.5):
+    """Drafts from the target's law of a token given the one before, flattened: long runs pass, others do not. 1 is perfect."""
+    vocab_size = target.config.vocab_size
+    template = random_drafter(target, markov_rank=vocab_size)
+    drafter = SequentialHeadOnly(template.config).eval()
     drafter.load_state_dict(template.state_dict())
-    pairs = torch.stack([torch.zeros(VOCAB_SIZE, dtype=torch.long), torch.arange(VOCAB_SIZE)], dim=1)
     with torch.no_grad():
-        drafter.markov_head.markov_w1.weight.copy_(torch.eye(VOCAB_SIZE))
-        drafter.markov_head.markov_w2.weight.copy_(target(pairs).logits[:, -1].T)
+        drafter.markov_head.markov_w1.weight.copy_(torch.eye(vocab_size))
+        last_logits = target(torch.arange(vocab_size)[:, None]).logits[:, -1]
+        drafter.markov_head.markov_w2.weight.copy_(scale * last_logits.T)
     return drafter
 
 
 DRAFTERS = {
     "a random drafter": random_drafter,
-    "a nearly right drafter": nearly_right_drafter,
-    "a drafter that is sure of itself": lambda target: rig.scripted(
-        target, [3] * 5000, mask_token_id=MASK_ID, block_size=3
-    ),
-    "a drafter of three tokens": lambda target: random_drafter(target, draft_vocab_size=3),
+    "a nearly right drafter": bent_drafter,
+    "a drafter that is sure of itself": sure_drafter,
+    "a drafter of three tokens": functools.partial(random_drafter, draft_vocab_size=3),
 }
+
+
+def processors_of(target, settings):
+    """The processors that `generate` makes of its settings."""
+    config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True, num_beams=1, num_return_sequences=1)
+    config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
+    return target._get_logits_processor(config, input_ids_seq_length=PROMPT.shape[1])
+
 
 # ---------------------------------------------------------------------- the joint law of the first tokens
 
 
 def joint_law(target, settings, num_tokens=3):
     """The exact law of the next `num_tokens` tokens after the prompt, `[V ** num_tokens]`."""
-    config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True, num_beams=1, num_return_sequences=1)
-    config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-    processors = target._get_logits_processor(config, input_ids_seq_length=PROMPT.shape[1])
+    processors = processors_of(target, settings)
     law = torch.ones(1, dtype=torch.double)
     for length in range(num_tokens):
         continuations = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=length)), dtype=torch.long)
@@ -184,40 +208,37 @@ def test_the_exact_law_is_that_of_plain_sampling():
 # ---------------------------------------------------------------------- a long run
 
 
-def transition_law(target, settings):
-    """The exact law of the next token after each two, `[V, V, V]`."""
-    config = GenerationConfig(**({"top_k": 0} | settings), do_sample=True, num_beams=1, num_return_sequences=1)
-    config.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
-    processors = target._get_logits_processor(config, input_ids_seq_length=3)
-    pairs = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=2)))
-    scores = processors(pairs, target(pairs).logits[:, -1].float())
-    return scores.double().softmax(-1).view(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
+def transition_law(target, settings, order):
+    """The exact law of the next token after each `order` tokens, `[V, ..., V]`."""
+    vocab_size = target.config.vocab_size
+    contexts = torch.tensor(list(itertools.product(range(vocab_size), repeat=order)))
+    scores = processors_of(target, settings)(contexts, target(contexts).logits[:, -1].float())
+    return scores.double().softmax(-1).view([vocab_size] * (order + 1))
 
 
 def chain_p_value(token_ids, law):
     """
-    Of a chi-squared test of a chain's transitions: after each two tokens that occur often, the next has its law. Given how
-    often each two occur, the sum is asymptotically chi-squared with a degree of freedom a possible token less one.
+    Of a chi-squared test of a chain's transitions: after each context that occurs often, the next token has its law. Given
+    how often each occurs, the sum is asymptotically chi-squared with a degree of freedom a possible token less one.
     """
-    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE, dtype=torch.double)
-    for a, b, c in zip(token_ids, token_ids[1:], token_ids[2:], strict=False):
-        counts[a, b, c] += 1
+    counts = torch.zeros_like(law)
+    for window in zip(*(token_ids[i:] for i in range(law.dim())), strict=False):
+        counts[window] += 1
     if counts[law == 0].sum():
         return 0.0
     statistic, freedom = 0.0, 0
-    for seen, probs in zip(counts.flatten(0, 1), law.flatten(0, 1), strict=True):
+    for seen, probs in zip(counts.flatten(0, -2), law.flatten(0, -2), strict=True):
         expected = probs * seen.sum()
         large = expected >= 5
-        rest_seen, rest = seen[~large].sum(), expected[~large].sum()
         if not large.any():
             continue
         statistic += float(((seen - expected) ** 2 / expected)[large].sum())
         freedom += int(large.sum()) - 1
+        rest_seen, rest = seen[~large].sum(), expected[~large].sum()
         if rest >= 5:
-            statistic, freedom = statistic + float((rest_seen - rest) ** 2 / rest), freedom + 1
-        elif rest > 0:
-            freedom += 1  # Left out of the sum: the test only grows more careful.
-    assert freedom > 20, "too little was seen to tell"
+            statistic += float((rest_seen - rest) ** 2 / rest)
+        freedom += int(rest > 0)  # Where the rest is too small to count, the test only grows more careful.
+    assert freedom >= 8, "too little was seen to tell"
     return stats.chi2.sf(statistic, freedom)
 
 
@@ -250,7 +271,7 @@ def check_long_run(drafter, settings, num_tokens):
     target = short_target()
     warpers = {k: v for k, v in settings.items() if k not in ("assistant_confidence_threshold", "stopping_criteria")}
     token_ids, seen = long_run(target, DRAFTERS[drafter](target), settings, num_tokens)
-    assert chain_p_value(token_ids, transition_law(target, warpers)) > PASS
+    assert chain_p_value(token_ids, transition_law(target, warpers, order=2)) > PASS
     if drafter == "a nearly right drafter":
         assert {r.accepted for r in seen.rounds} == {0, 1, 2, 3}  # Every path was taken.
     if "assistant_confidence_threshold" in settings:
@@ -279,13 +300,22 @@ MORE_LONG = [
 
 @pytest.mark.parametrize(("drafter", "settings"), LONG, ids=name_of)
 def test_law_of_a_long_run(drafter, settings):
-    check_long_run(drafter, settings, num_tokens=600)
+    check_long_run(drafter, settings, num_tokens=500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "settings"), LONG + MORE_LONG, ids=name_of)
 def test_law_of_a_very_long_run(drafter, settings):
     check_long_run(drafter, settings, num_tokens=6000)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.4, 0.0], ids=["perfect", "flattened", "flat"])
+def test_law_of_a_chain(scale):
+    target, settings = bigram_target(), {"temperature": 0.7}
+    token_ids, seen = long_run(target, bent_drafter(target, scale), settings, num_tokens=800)
+    assert chain_p_value(token_ids, transition_law(target, settings, order=1)) > PASS
+    if scale == 1:
+        assert seen.acceptance_rate == 1.0
 
 
 # ---------------------------------------------------------------------- wrong samplers
@@ -328,27 +358,31 @@ def patch_cut(monkeypatch):
     def anticipating(self, *args, **kwargs):
         result = draft(self, *args, **kwargs)
         ids = result.ids[0].tolist()
-        length = next((k for k, token in enumerate(ids) if token < VOCAB_SIZE // 2), len(ids))
+        length = next((k for k, token in enumerate(ids) if token < 2), len(ids))
         return result._replace(lengths=[length])
 
     monkeypatch.setattr(DSparkCandidateGenerator, "draft", anticipating)
 
 
+# Each with the drafter that lays it bare.
 WRONG = {
-    "every draft passes": patch_passes,
-    "q is not taken away after a rejection": patch_residual,
-    "another law than the drafts were drawn from": patch_law,
-    "the likeliest token is called a draw": patch_greedy,
-    "the cut anticipates": patch_cut,
+    "every draft passes": (patch_passes, random_drafter),
+    "q is not taken away after a rejection": (patch_residual, sure_drafter),
+    "another law than the drafts were drawn from": (patch_law, random_drafter),
+    "the likeliest token is called a draw": (patch_greedy, bent_drafter),
+    "the cut anticipates": (patch_cut, bent_drafter),
 }
 
 
-@pytest.mark.parametrize("patch", WRONG.values(), ids=WRONG.keys())
-def test_the_long_run_sees_a_wrong_sampler(monkeypatch, patch):
-    patch(monkeypatch)
-    target, settings = short_target(), {"temperature": 0.6}
-    token_ids, _ = long_run(target, nearly_right_drafter(target), settings, num_tokens=2500)
-    assert chain_p_value(token_ids, transition_law(target, settings)) < FAIL
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize(("patch", "make"), WRONG.values(), ids=WRONG.keys())
+def test_the_long_run_sees_a_wrong_sampler(monkeypatch, patch, make, wrong):
+    if wrong:
+        patch(monkeypatch)
+    target, settings = bigram_target(), {"temperature": 0.7}
+    token_ids, _ = long_run(target, make(target), settings, num_tokens=800)
+    p = chain_p_value(token_ids, transition_law(target, settings, order=1))
+    assert p < FAIL if wrong else p > PASS
 
 
 def test_the_joint_law_sees_a_wrong_sampler(monkeypatch):
