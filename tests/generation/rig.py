@@ -139,7 +139,8 @@ def unpadded(inputs: dict[str, torch.Tensor], token_ids: list[int]) -> list[int]
 def refusing(target: PreTrainedModel, **kwargs: Any) -> str:
     """The message of the `ValueError` that a call with a drafter raises."""
     inputs = {} if {"input_ids", "inputs_embeds"} & kwargs.keys() else tiny.prompt()
-    drafter = kwargs.pop("drafter", None) or tiny.random_drafter(target, num_hidden_layers=1)
+    drafter = kwargs.pop("drafter", None)
+    drafter = tiny.random_drafter(target, num_hidden_layers=1) if drafter is None else drafter
     try:
         target.generate(**({"max_new_tokens": 4, "do_sample": False} | inputs | kwargs), assistant_model=drafter)
     except ValueError as error:

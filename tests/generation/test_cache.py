@@ -199,6 +199,20 @@ def test_an_exception_leaves_no_rejected_draft_in_the_cache(length, family):
         assert rig.ids_of(said) == expected
 
 
+def test_only_the_tokens_of_a_round_are_recorded():
+    """To take drafts back, windows record what they would forget; recording a whole prompt would hold far more."""
+    target, held = rig.target("mistral"), []
+    cache = DynamicCache(config=target.config)
+    hook = target.register_forward_hook(lambda *args: held.append(cache.layers[0].keys.shape[2]))
+    drafter = tiny.random_drafter(target, num_hidden_layers=1)
+    target.generate(**tiny.prompt(100), max_new_tokens=12, assistant_model=drafter, **{CACHE_KEY: cache}, **GREEDY)
+    hook.remove()
+    window = tiny.SLIDING_WINDOW - 1
+    assert held[0] == window
+    assert max(held[1:]) == window + 1 + rig.BLOCK_SIZE
+    assert cache.layers[0].keys.shape[2] == window
+
+
 def test_nothing_to_go_on_from_is_said():
     target = rig.target()
     talk = Conversation(target)

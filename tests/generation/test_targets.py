@@ -150,6 +150,25 @@ def test_text_through_a_multimodal_class(make, monkeypatch):
     assert set(seen) == {(1, rig.BLOCK_SIZE)}
 
 
+@pytest.mark.parametrize("make", [qwen2_5_vl, qwen3_vl], ids=lambda f: f.__name__)
+def test_a_prompt_with_an_image(make):
+    """The image goes through the prompt's pass; positions after it jump, and the next tokens are at the target's own."""
+    target = multimodal(make)
+    ids = torch.tensor([[5, 9, 122, *[120] * 4, 123, 7, 33, 21]])
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == 120).long(),
+        "pixel_values": torch.randn(4, 3 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 2, 2]]),
+    }
+    outcome = rig.compare(target, inputs)
+    other = target.generate(
+        **(inputs | {"pixel_values": torch.randn(4, 3 * 4 * 4)}), max_new_tokens=16, do_sample=False
+    )
+    assert rig.ids_of(other) != rig.ids_of(outcome.plain), "the image is not seen"
+
+
 def test_left_padding_through_a_multimodal_class():
     padded = tiny.left_padded(tiny.prompt(9), tiny.prompt(4, seed=1))
     rig.compare(multimodal(qwen2_5_vl), {name: value[1:] for name, value in padded.items()})
@@ -199,14 +218,41 @@ def test_target_and_drafter_on_different_devices(places):
         target.generate(**inputs, **(GREEDY | {"do_sample": True}), assistant_model=drafter)
 
 
-# ---------------------------------------------------------------------- compiled
+# ---------------------------------------------------------------------- compiled, autocast
 
 
+def test_a_compiled_wrapper_of_a_drafter_is_refused():
+    drafter = torch.compile(tiny.random_drafter(rig.target()), backend="eager")
+    assert "drafter.compile()" in rig.refusing(rig.target(), drafter=drafter)
+
+
+def test_a_drafter_compiled_in_place():
+    drafter = tiny.random_drafter(rig.target(), num_hidden_layers=1)
+    torch._dynamo.reset()
+    drafter.compile(backend="eager", dynamic=True)
+    try:
+        drafted = rig.target().generate(**tiny.prompt(), **GREEDY, assistant_model=drafter)
+    finally:
+        torch._dynamo.reset()
+    assert torch.equal(drafted, rig.target().generate(**tiny.prompt(), **GREEDY))
+
+
+def test_autocast():
+    """Keys, values and logits come in another type than the weights."""
+    target = rig.target()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rig.compare(target, max_new_tokens=12)
+        drafter = tiny.random_drafter(target, draft_vocab_size=60)
+        settings = {"max_new_tokens": 12, "do_sample": True}
+        assert target.generate(**tiny.prompt(), **settings, assistant_model=drafter).shape[1] == 21
+
+
+@pytest.mark.slow
 def test_a_compiled_target_is_not_compiled_again_and_again():
     """Lengths differ from round to round; that must not make a graph each."""
     from torch._dynamo.testing import CompileCounter
 
-    target = tiny.qwen3(num_hidden_layers=2)
+    target = tiny.qwen3(num_hidden_layers=1)
     settings = tiny.prompt() | {"do_sample": False, "max_new_tokens": 60}
     plain = target.generate(**settings)
     drafter = rig.scripted(target, rig.ids_of(plain), rig.WRONG)

@@ -63,7 +63,14 @@ def unregister() -> None:
 
 
 def unwrap_drafter(model: Any) -> DSparkDrafter | None:
-    """The drafter behind `model`, which may be wrapped by PEFT; `None` when it is none."""
+    """
+    The drafter behind `model`, which may be wrapped by PEFT; `None` when it is none.
+
+    Raises:
+        ValueError: for what `torch.compile(drafter)` returns, through which neither side would run compiled.
+    """
+    if isinstance(getattr(model, "_orig_mod", None), DSparkDrafter):
+        raise ValueError("torch.compile(drafter) wraps the drafter away from generate: call drafter.compile() instead.")
     if not isinstance(model, DSparkDrafter) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return model if isinstance(model, DSparkDrafter) else None
