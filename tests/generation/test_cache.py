@@ -137,6 +137,43 @@ def test_three_turns():
     assert talk.cache.get_seq_length() == said.shape[1] - 1
 
 
+@pytest.mark.parametrize("new_only", [False, True], ids=["all ids again", "new ids only"])
+@pytest.mark.parametrize("first_drafted", [False, True], ids=["plain first turn", "drafted first turn"])
+def test_second_turn_after_a_padded_prompt(first_drafted, new_only, drafts):
+    target = rig.target()
+    drafter = tiny.random_drafter(target)
+    padded = tiny.left_padded(tiny.prompt(9), tiny.prompt(4, seed=1))
+    first = {name: value[1:] for name, value in padded.items()}
+    settings = {"max_new_tokens": 10} | GREEDY
+    cache = DynamicCache(config=target.config)
+    first_drafter = drafter if first_drafted else None
+    said = target.generate(**first, **settings, **{CACHE_KEY: cache}, assistant_model=first_drafter)
+    ids = torch.cat([said, NEXT_TURN], dim=1)
+    mask = torch.cat([first["attention_mask"], ones(ids[:, 9:])], dim=1)
+    drafts.clear()
+    fresh = target.generate(input_ids=ids, attention_mask=mask, **settings, assistant_model=drafter)
+    drafted_fresh = drafts.copy()
+    drafts.clear()
+    start = cache.get_seq_length() if new_only else 0
+    inputs = {"input_ids": ids[:, start:], "attention_mask": mask, CACHE_KEY: cache}
+    output = target.generate(**inputs, **settings, assistant_model=drafter)
+    assert torch.equal(output, fresh[:, start:])
+    assert torch.equal(fresh, target.generate(input_ids=ids, attention_mask=mask, **settings))
+    assert new_only or drafts == drafted_fresh
+
+
+def test_second_turn_as_embeddings():
+    target = rig.target()
+    known = Conversation(target).ids
+    embeds = target.get_input_embeddings()(known)
+
+    def fresh():
+        return {"inputs_embeds": embeds, CACHE_KEY: Conversation(target).cache}
+
+    outcome = rig.compare(target, {}, fresh, num_hidden=known.shape[1])
+    assert rig.ids_of(outcome.plain) == uncached(target, known)[known.shape[1] :]
+
+
 def test_new_ids_only_need_no_context(recomputed):
     """The drafter starts without the old tokens, at the right positions, and all stays exact."""
     target, seen = rig.target(), []

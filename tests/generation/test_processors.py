@@ -275,6 +275,9 @@ WARPERS = {
     "all but none": {"top_k": 1},
     "with a repetition penalty": {"temperature": 0.8, "top_k": 6, "repetition_penalty": 1.4},
     "renormalised": {"top_p": 0.8, "renormalize_logits": True},
+    "watermark": {"watermarking_config": SETTINGS["watermark"]["watermarking_config"], "temperature": 0.8},
+    "SynthID watermark": {"watermarking_config": SETTINGS["SynthID watermark"]["watermarking_config"]},
+    "guidance": {"guidance_scale": 1.6, "top_k": 5},
 }
 
 
