@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import tiny
 from dspark_hf import DSparkDrafter, SpeculationStats, record_speculation
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 BLOCK_SIZE = tiny.BLOCK_SIZE
 KINDS = ("rejecting", "accepting", "patterned")
 

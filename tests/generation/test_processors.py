@@ -19,7 +19,7 @@ from dspark_hf import record_speculation
 from dspark_hf.generation.logits_process import _ROWWISE, _STATEFUL, drafting_processors, is_rowwise
 
 PROMPT = 9
-TEXT = rig.ids_of(rig.target().generate(**tiny.prompt(), max_new_tokens=rig.NEW_TOKENS, do_sample=False))
+TEXT = rig.ids_of(rig.target().generate(**tiny.prompt(), max_new_tokens=16, do_sample=False))
 NEW = TEXT[PROMPT:]
 
 SETTINGS = {
@@ -51,7 +51,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_every_setting_that_makes_a_processor(settings):
-    outcome = rig.compare(rig.target(), **settings)
+    outcome = rig.compare(rig.target(), max_new_tokens=16, **settings)
     neutral = {"remove_invalid_values"}  # Nothing here is invalid.
     assert rig.ids_of(outcome.plain) != TEXT or neutral & settings.keys(), "changes nothing, so shows nothing"
 
