@@ -25,7 +25,8 @@ class Round:
             not count.
         accepted: Of those, tokens that passed (bonus not counted).
         committed: Tokens added to the output: accepted ones and the one that follows, unless the output ended.
-        confidence: The confidence head's probability for each drafted slot; empty without a head.
+        confidence: The confidence head's probability for each drafted slot, and for the one that ended the draft early;
+            empty without a head.
         drafting_s, verifying_s, elsewhere_s: Wall-clock seconds in the drafter, in the target's pass, in all else; the
             rows of a batch share them equally.
         row: Row of the batch.
