@@ -638,3 +638,44 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         gradients.append([layer.self_attn.q_proj.weight.grad for layer in drafter.layers])
     for plain, checkpointed in zip(*gradients, strict=True):
         assert_close(checkpointed, plain, 1e-5)
+
+
+# ---------------------------------------------------------------------- what a target lends
+
+
+def reduced_drafter() -> DSparkDrafter:
+    return tiny.random_drafter(tiny.qwen3(), draft_vocab_size=16)
+
+
+def assert_speaks_through(drafter: DSparkDrafter, target: nn.Module) -> None:
+    hidden_states = torch.randn(3, tiny.HIDDEN_SIZE)
+    expected = target.lm_head(hidden_states)[:, drafter.draft_token_ids]
+    torch.testing.assert_close(drafter.bind(target).logits(hidden_states), expected)
+
+
+def test_binding_twice_gathers_once() -> None:
+    drafter, target = reduced_drafter(), tiny.qwen3()
+    assert drafter.bind(target) is drafter.bind(target) is drafter.bind()
+
+
+def test_binding_follows_the_draft_vocabulary() -> None:
+    drafter, target = reduced_drafter(), tiny.qwen3()
+    drafter.bind(target)
+    drafter.draft_token_ids.copy_(torch.arange(40, 56))
+    assert_speaks_through(drafter, target)
+
+
+def test_binding_follows_a_head_that_was_replaced() -> None:
+    drafter, target = reduced_drafter(), tiny.qwen3()
+    drafter.bind(target)
+    target.lm_head = nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False)
+    assert_speaks_through(drafter, target)
+
+
+def test_what_inference_mode_gathered_can_be_trained_through() -> None:
+    drafter, target = reduced_drafter(), tiny.qwen3()
+    with torch.inference_mode():
+        drafter.bind(target)
+    hidden_states = torch.randn(3, tiny.HIDDEN_SIZE, requires_grad=True)
+    drafter.bind(target).logits(hidden_states).sum().backward()
+    assert hidden_states.grad is not None and hidden_states.grad.any()

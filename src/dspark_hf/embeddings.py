@@ -41,6 +41,18 @@ class SharedEmbeddings:
         self.scale = embedding_scale / module_scale
         self.draft_token_ids = None if head_is_reduced else draft_token_ids
         self._reduced_weight = self._gather_head_rows()
+        # What was gathered is a copy; these tell whether it still is what the head and the draft vocabulary hold.
+        self._gathered_ids = None if self._reduced_weight is None else draft_token_ids.clone()  # type: ignore[union-attr]
+        self._gathered_from = None if self._reduced_weight is None else lm_head.weight.data_ptr()  # type: ignore[operator]
+
+    def serves(self, embed_tokens: nn.Module, lm_head: nn.Module, draft_token_ids: torch.Tensor | None) -> bool:
+        """Whether this is made of these modules as they are now, and of these draft tokens."""
+        if self.embed_tokens is not embed_tokens or self.lm_head is not lm_head:
+            return False
+        if self._gathered_ids is None or draft_token_ids is None:
+            return self.draft_token_ids is None or self.draft_token_ids is draft_token_ids
+        same_ids = torch.equal(self._gathered_ids, draft_token_ids.to(self._gathered_ids.device))
+        return same_ids and self._gathered_from == lm_head.weight.data_ptr()  # type: ignore[operator]
 
     def embed(self, token_ids: torch.LongTensor, like: torch.Tensor) -> torch.Tensor:
         """Rows `[..., D]` of `token_ids` `[...]`, on the device and in the dtype of `like`."""
@@ -75,7 +87,9 @@ class SharedEmbeddings:
         if self.draft_token_ids is None or not plain:
             return None
         weight = self.lm_head.weight.detach()
-        return weight.index_select(0, self.draft_token_ids.to(weight.device))
+        # A tensor made in inference mode could not take part in training later.
+        with torch.inference_mode(False), torch.no_grad():
+            return weight.index_select(0, self.draft_token_ids.to(weight.device))
 
 
 def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

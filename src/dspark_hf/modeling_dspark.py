@@ -128,8 +128,11 @@ class DSparkDrafter(DSparkPreTrainedModel):
         Raises:
             ValueError: when there is nothing to borrow from, or the target's shapes do not fit the drafter.
         """
-        if self._bound is not None and (target is None or self._bound[0]() is target):
-            return self._bound[1]
+        bound = self._bound  # Read once: another thread may bind meanwhile.
+        if target is None and bound is not None:
+            target = bound[0]()
+            if target is None:  # The target is gone, but not what was borrowed from it.
+                return bound[1]
         embed_tokens, lm_head = self.embed_tokens, self.lm_head
         if target is not None:
             check_target(self.config, target)
@@ -140,6 +143,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
                 "This drafter has no embedding or LM head of its own: call drafter.bind(target) first. "
                 f"It was made for {self.config.target_name_or_path or 'a target its configuration does not name'}."
             )
+        if bound is not None and bound[0]() is target and bound[1].serves(embed_tokens, lm_head, self.draft_token_ids):
+            return bound[1]
         embeddings = SharedEmbeddings(
             embed_tokens,
             lm_head,

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..draft_cache import DraftCache
 from ..modeling_dspark import DSparkDrafter
 from ..sampling import drafting_law, draw
-from ..scheduling import FixedLength, VerifyScheduler
+from ..scheduling import FixedLength, VerifyScheduler, calibrated_confidence
 from .logits_process import DraftWarper, SequentialHeadLogitsProcessor, drafting_processors
 
 
@@ -225,9 +225,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _confidence(self, slot: int, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """Calibrated `c_k` of one slot, `[B]`."""
         embeddings = self.drafter.markov_head.markov_w1(previous_ids) if self.drafter.markov_head else None
-        logits = self.drafter.confidence_head(hidden_states, embeddings).float()  # type: ignore[misc]
+        logits = self.drafter.confidence_head(hidden_states, embeddings)  # type: ignore[misc]
         temperatures = self.drafter.config.confidence_temperatures
-        return torch.sigmoid(logits / temperatures[slot] if temperatures else logits)
+        return calibrated_confidence(logits[:, None], temperatures[slot : slot + 1] if temperatures else None)[:, 0]
 
     def _over_full_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
         """Draft scores spread over the target's vocabulary; tokens outside the draft vocabulary get probability 0."""

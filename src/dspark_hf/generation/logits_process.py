@@ -46,7 +46,6 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
 
     def __init__(self, head: SequentialHead):
         self.head = head
-        self.previous_embeddings: torch.Tensor | None = None
 
     def begin_block(self, hidden_states: torch.Tensor) -> None:
         """Starts a block whose slots have normed hidden states `[B, G, D]`."""

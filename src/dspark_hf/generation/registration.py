@@ -250,6 +250,8 @@ def _check_seam() -> None:
         missing.append("GenerationMixin._update_model_kwargs_for_generation(num_new_tokens=)")
     if CACHE_KEY not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
         missing.append(f"prepare_inputs_for_generation({CACHE_KEY}=)")
+    if not hasattr(GenerationConfig, "_get_default_generation_params"):
+        missing.append("GenerationConfig._get_default_generation_params")
     missing += [
         f"Cache.{name}" for name in ("crop", "is_croppable", "activate_past_recording") if not hasattr(Cache, name)
     ]

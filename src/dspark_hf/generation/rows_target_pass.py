@@ -8,6 +8,7 @@ import torch
 from transformers.utils import logging
 
 from ..hidden_states import context_features, output_hidden_states
+from ..masks import as_attention_argument
 from .registration import CACHE_KEY
 from .row_cache import RowCache, RowPlan, can_pack, packed_attention, refill
 from .target_pass import TargetOutput, TargetPass
@@ -156,18 +157,14 @@ class RowsTargetPass:
         )
 
     def _additive_masks(self, plan: RowPlan) -> Any:
+        def additive(mask: torch.Tensor) -> torch.Tensor:
+            return as_attention_argument(mask, "eager", self.model.dtype)
+
         config = self.model.config.get_text_config(decoder=True)
         window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
         if layer_types and "sliding_attention" in layer_types:
-            return {
-                "full_attention": self._additive(plan.mask()),
-                "sliding_attention": self._additive(plan.mask(window)),
-            }
-        return self._additive(plan.mask(None if layer_types else window))
-
-    def _additive(self, mask: torch.Tensor) -> torch.Tensor:
-        dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+            return {"full_attention": additive(plan.mask()), "sliding_attention": additive(plan.mask(window))}
+        return additive(plan.mask(None if layer_types else window))
 
 
 def _pack(states: torch.Tensor, plan: RowPlan) -> torch.Tensor:

@@ -59,4 +59,3 @@ def set_draft_vocabulary(drafter: DSparkDrafter, token_ids: torch.Tensor) -> Non
             f"{len(token_ids)} different ids from {int(token_ids[0])} to {int(token_ids[-1])}."
         )
     drafter.draft_token_ids.copy_(token_ids)
-    drafter._bound = None  # The head's rows of the old vocabulary were gathered when the target was bound.

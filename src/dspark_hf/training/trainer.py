@@ -115,7 +115,6 @@ class DSparkTrainer(Trainer):
 
     def _bind(self, drafter: DSparkDrafter) -> None:
         """What the drafter speaks through, and the law it is compared with."""
-        drafter._bound = None  # Rows of the head may have been gathered for other draft tokens.
         self.embeddings = drafter.bind(self.target)
         embed_tokens, lm_head = target_embeddings(self.target)
         theirs = self.embeddings
