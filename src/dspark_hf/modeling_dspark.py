@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers import initialization as init
-from transformers.utils import ModelOutput
 
-from .checkpoints import Export, export, read_checkpoint
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
-from .embeddings import SharedEmbeddings, target_embeddings
+from .drafter import Drafter, DSparkOutput
+from .embeddings import SharedEmbeddings
 from .heads import ConfidenceHead, SequentialHead
-from .layers import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, KeyValues
+from .layers import DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, KeyValues
 from .masks import as_attention_argument, drafting_mask
 
-
-@dataclass
-class DSparkOutput(ModelOutput):
-    """
-    What one pass of the backbone gives.
-
-    Args:
-        loss (`torch.Tensor`, *optional*): What `objective` returned as the training loss.
-        last_hidden_state (`torch.Tensor` of shape `[B, Q, D]`): Normed hidden state `h_k` of every slot.
-        metrics (`dict`, *optional*): What else `objective` returned.
-    """
-
-    loss: torch.Tensor | None = None
-    last_hidden_state: torch.Tensor | None = None
-    metrics: dict[str, torch.Tensor] | None = None
+__all__ = ["DSparkDrafter", "DSparkOutput"]
 
 
-class DSparkPreTrainedModel(PreTrainedModel):
-    """What transformers has to know to load, place and initialise a drafter."""
-
-    config_class = DSparkConfig
-    base_model_prefix = ""
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkDecoderLayer"]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    # A checkpoint may hold its own copies of these although the drafter was asked to borrow the target's.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, DSparkDecoderLayer) and hasattr(module, "layer_scalar"):
-            init.ones_(module.layer_scalar)
-        if isinstance(module, DSparkAttention) and module.config.attention_sinks:
-            init.zeros_(module.attention_sink_bias)
-        if isinstance(module, DSparkDrafter) and module.mask_embedding is not None:
-            init.normal_(module.mask_embedding, std=module.config.initializer_range)
-        if isinstance(module, DSparkDrafter) and module.draft_token_ids is not None:
-            init.copy_(module.draft_token_ids, torch.arange(len(module.draft_token_ids)))
-
-
-class DSparkDrafter(DSparkPreTrainedModel):
+class DSparkDrafter(Drafter):
     """
     Drafts a block of tokens for a target model from the target's own hidden states (paper section 3).
 
@@ -82,6 +35,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
     round) and `assistant_confidence_threshold` (a round's drafts end before the first less confident slot).
     """
 
+    config_class = DSparkConfig
+
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         config.check()
@@ -93,78 +48,8 @@ class DSparkDrafter(DSparkPreTrainedModel):
         self.rotary_emb = DSparkRotaryEmbedding(config)
         self.markov_head = SequentialHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
-        self.lm_head = nn.Linear(config.hidden_size, config.logits_size, bias=False) if config.has_lm_head else None
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.has_mask_embedding else None
-        ids = torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None
-        self.register_buffer("draft_token_ids", ids)
-        self.generation_config = GenerationConfig(
-            num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
-        )
-        # Kept outside the module tree, so that the target's tensors are not moved, trained or saved as ours.
-        self._bound: tuple[weakref.ref, SharedEmbeddings] | None = None
-        self.post_init()
-        for module in (self.embed_tokens, self.lm_head):
-            if module is not None:
-                module.requires_grad_(False)
-
-    # ------------------------------------------------------------------ embeddings
-
-    def get_input_embeddings(self) -> nn.Module | None:
-        return self.embed_tokens
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return self.lm_head
-
-    def bind(self, target: PreTrainedModel | None = None) -> SharedEmbeddings:
-        """
-        The embedding and LM head to draft with: the drafter's own where it has them, otherwise the target's.
-
-        `generate` and the trainer do this themselves; call it to use the drafter alone.
-
-        Args:
-            target: The target to borrow from. It is referred to, not copied. `None` uses the last one bound.
-
-        Raises:
-            ValueError: when there is nothing to borrow from, or the target's shapes do not fit the drafter.
-        """
-        bound = self._bound  # Read once: another thread may bind meanwhile.
-        if target is None and bound is not None:
-            target = bound[0]()
-            if target is None:  # The target is gone, but not what was borrowed from it.
-                return bound[1]
-        embed_tokens, lm_head = self.embed_tokens, self.lm_head
-        if target is not None:
-            check_target(self.config, target)
-            theirs = target_embeddings(target)
-            embed_tokens, lm_head = embed_tokens or theirs[0], lm_head or theirs[1]
-        if embed_tokens is None or lm_head is None:
-            raise ValueError(
-                "This drafter has no embedding or LM head of its own: call drafter.bind(target) first. "
-                f"It was made for {self.config.target_name_or_path or 'a target its configuration does not name'}."
-            )
-        if bound is not None and bound[0]() is target and bound[1].serves(embed_tokens, lm_head, self.draft_token_ids):
-            return bound[1]
-        embeddings = SharedEmbeddings(
-            embed_tokens,
-            lm_head,
-            embedding_scale=self.config.embedding_scale,
-            draft_token_ids=self.draft_token_ids,
-            head_is_reduced=self.lm_head is not None,
-            raw_embeddings=self.config.raw_embeddings,
-        )
-        if target is not None:
-            self._bound = (weakref.ref(target), embeddings)
-        return embeddings
-
-    def base_logits(self, hidden_states: torch.Tensor, embeddings: SharedEmbeddings) -> torch.Tensor:
-        """`U_k` `[..., V_draft]` in float32 from normed hidden states, scaled and soft-capped where configured."""
-        logits = embeddings.logits(hidden_states).float()
-        if self.config.logit_scale != 1.0:
-            logits = logits * self.config.logit_scale
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        self._add_embeddings()
 
     # ------------------------------------------------------------------ backbone
 
@@ -258,138 +143,3 @@ class DSparkDrafter(DSparkPreTrainedModel):
                 layer_mask = drafting_mask(positions, key_positions, cache.lengths, window, causal)
             masks[layer_type] = as_attention_argument(layer_mask, self.config._attn_implementation, dtype)
         return masks
-
-    # ------------------------------------------------------------------ files
-
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        pretrained_model_name_or_path: Any,
-        *model_args: Any,
-        config: DSparkConfig | None = None,
-        borrow_embeddings: bool = False,
-        **kwargs: Any,
-    ) -> DSparkDrafter:
-        """
-        Loads a drafter from a folder or a Hub repository, in any format of `dspark_hf.checkpoints`.
-
-        Args:
-            pretrained_model_name_or_path: Folder or repository name.
-            config (`DSparkConfig`, *optional*): Used instead of the checkpoint's configuration.
-            borrow_embeddings (`bool`): Leave the checkpoint's own embedding and LM head unread and use the target's.
-            kwargs: As in [`~transformers.PreTrainedModel.from_pretrained`] (`dtype`, `device_map`, `revision`, ...).
-
-        Raises:
-            ValueError: when the checkpoint is not a drafter, or its tensors do not fit its configuration; one message
-                lists every missing, unexpected and wrongly shaped tensor.
-            OSError: when there is no such folder, repository or safetensors file. Pickle files are not read.
-        """
-        checkpoint = read_checkpoint(pretrained_model_name_or_path, config, kwargs)
-        config = checkpoint.config
-        config.has_embed_tokens &= not borrow_embeddings
-        config.has_lm_head &= not borrow_embeddings or bool(config.draft_vocab_size)
-        with torch.device("meta"):
-            expected = {name: tuple(t.shape) for name, t in cls(config).state_dict().items()}
-        checkpoint.check_tensors(expected)
-        for name in ("use_safetensors", "gguf_file"):
-            kwargs.pop(name, None)
-        if checkpoint.loads_by_name:
-            loaded = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
-            )
-        else:
-            tensors = checkpoint.read_tensors(set(expected))
-            loaded = super().from_pretrained(None, *model_args, config=config, state_dict=tensors, **kwargs)
-        drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
-        drafter._check_values(pretrained_model_name_or_path)
-        # transformers reads these only for models that generate by themselves.
-        drafter.generation_config.update(**checkpoint.generation_settings)
-        return loaded
-
-    def _check_values(self, path: Any) -> None:
-        """Raises `ValueError` for weights that are not finite and for a draft vocabulary that is none."""
-        named = [*self.named_parameters(), *self.named_buffers()]
-        values = {name: tensor for name, tensor in named if tensor.is_floating_point() and not tensor.is_meta}
-        if broken := [name for name, tensor in values.items() if not torch.isfinite(tensor).all()]:
-            raise ValueError(f"The weights of {path} are damaged: {', '.join(broken)} hold NaN or infinite values.")
-        if (ids := self.draft_token_ids) is None or ids.is_meta:
-            return
-        vocab_size = self.config.vocab_size
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
-            raise ValueError(
-                f"The draft vocabulary of {path} is damaged: its {len(ids)} tokens have to be different ids below "
-                f"{vocab_size}, but they go from {int(ids.min())} to {int(ids.max())} and {len(ids.unique())} are different."
-            )
-
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: Any,
-        *args: Any,
-        include_embeddings: bool = False,
-        format: str | None = None,
-        **kwargs: Any,
-    ) -> Export | None:
-        """
-        Writes the drafter's own tensors, its configuration and its generation settings.
-
-        Args:
-            save_directory: Folder to write to.
-            include_embeddings (`bool`): Also write the borrowed embedding and LM head, which makes the file usable
-                without the target at the cost of its size.
-            format (`str`, *optional*):
-                A format for other software instead, see [`~dspark_hf.checkpoints.export`], whose result is returned.
-            kwargs: As in [`~transformers.PreTrainedModel.save_pretrained`].
-        """
-        if format is not None:
-            return export(self, save_directory, format)
-        model = self._with_embeddings() if include_embeddings else self
-        super(DSparkDrafter, model).save_pretrained(save_directory, *args, **kwargs)
-        self.generation_config.save_pretrained(save_directory)
-        return None
-
-    def _with_embeddings(self) -> DSparkDrafter:
-        """A shallow twin that owns what this drafter borrows."""
-        embeddings = self.bind()
-        twin = copy.copy(self)
-        twin._modules = dict(self._modules)
-        twin.config = copy.deepcopy(self.config)
-        twin.config.has_embed_tokens = twin.config.has_lm_head = True
-        head_weight = (
-            embeddings._reduced_weight if embeddings._reduced_weight is not None else embeddings.lm_head.weight
-        )
-        twin.embed_tokens = nn.Embedding.from_pretrained(embeddings.embed_tokens.weight.detach().clone())
-        twin.lm_head = nn.Linear(head_weight.shape[1], head_weight.shape[0], bias=False, device="meta")
-        twin.lm_head.weight = nn.Parameter(head_weight.detach().clone(), requires_grad=False)
-        return twin
-
-
-def check_target(config: DSparkConfig, target: PreTrainedModel) -> None:
-    """
-    Refuses a target the drafter was not made for.
-
-    Raises:
-        ValueError: naming what differs (vocabulary, hidden size, tapped layers, encoder-decoder) and the target to load.
-    """
-    name = type(target).__name__
-    made_for = config.target_name_or_path
-    advice = (
-        f"It was trained for {made_for!r}: load that target, or" if made_for else "Load the target it was made for, or"
-    )
-    advice += " train a drafter for this one (DSparkConfig.for_target)."
-    if target.config.is_encoder_decoder:
-        raise ValueError(f"DSpark drafts for decoder-only targets; {name} is an encoder-decoder. {advice}")
-    text = target.config.get_text_config(decoder=True)
-    if text.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"The drafter's vocabulary has {config.vocab_size} tokens, that of {name} has {text.vocab_size}. {advice}"
-        )
-    if text.hidden_size != config.target_hidden_size:
-        raise ValueError(
-            f"The drafter reads hidden states of width {config.target_hidden_size}, "
-            f"{name} has width {text.hidden_size}. {advice}"
-        )
-    deepest = max(config.target_layer_ids)
-    if deepest >= text.num_hidden_layers:
-        raise ValueError(
-            f"The drafter taps target layer {deepest}, but the target has {text.num_hidden_layers} layers ({name}). {advice}"
-        )
