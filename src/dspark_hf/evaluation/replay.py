@@ -1,0 +1,187 @@
+"""Acceptance without decoding: follows an answer that the target gave, and says how a drafter would have got along with it.
+
+What a target says does not depend on its drafter, so one answer serves all drafters. With the answer `y` known, draft `j` of
+a block passes, given that all before it passed, with probability
+
+- greedily: 1 or 0, whether the drafter's most likely token is `y_j`;
+- sampling: `min(1, q(y_j) / p(y_j))`, the probability that the token which came out, `y_j ~ p`, came out as the draft
+  (drafted and accepted: `min(p, q)`) rather than as a correction.
+
+All blocks of an answer go through the drafter in one pass, and the number of rounds follows exactly, by summing over the ways
+in which rounds can cut the answer: no noise from sampled drafts, and no decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..embeddings import target_embeddings
+from ..modeling_dspark import DSparkDrafter
+from ..training.anchors import Anchors, anchor_candidates, draft_positions, gather_positions
+from ..training.features import TargetFeatures, target_features
+from ..training.trainer import block_inputs, training_masks
+
+
+@dataclass(frozen=True)
+class Replay:
+    """
+    What following one answer gave. Expected numbers, so none is an integer when drafts are sampled.
+
+    Args:
+        tokens: Tokens committed by rounds: those of the answer but the first, which the prompt's pass gives.
+        rounds: Rounds, that is target passes.
+        tried, passed: For each slot, how often its draft was reached (all before it passed), and how often it passed.
+    """
+
+    tokens: int
+    rounds: float
+    tried: list[float]
+    passed: list[float]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a target pass, bonus included."""
+        return self.tokens / self.rounds if self.rounds else float("nan")
+
+
+def acceptance_length(replays: Iterable[Replay]) -> float:
+    """Tokens a target pass over several answers."""
+    replays = list(replays)
+    return sum(replay.tokens for replay in replays) / sum(replay.rounds for replay in replays)
+
+
+def conditional_acceptance(replays: Iterable[Replay]) -> list[float]:
+    """Acceptance at each slot, given that all before it passed (paper Fig. 2)."""
+    slots = zip(*((replay.tried, replay.passed) for replay in replays), strict=True)
+    tried, passed = (torch.tensor(values).sum(0) for values in slots)
+    return (passed / tried).tolist()
+
+
+@torch.no_grad()
+def replay(
+    drafter: DSparkDrafter,
+    target: PreTrainedModel,
+    row: Mapping[str, Any],
+    temperature: float = 0.0,
+    features: TargetFeatures | None = None,
+) -> Replay:
+    """
+    Follows one answer.
+
+    Args:
+        drafter: The drafter.
+        target: The target that gave the answer.
+        row: `input_ids` `[T]` and `loss_mask` `[T]`, True on the answer's tokens; see `dspark_hf.training.chat`.
+        temperature: The one the answer was sampled with, without top-k or top-p; 0 for greedy answers.
+        features: The target's over the row, `[1, T, ...]`, where they are known already.
+
+    Raises:
+        ValueError: when the answer was not sampled from the target alone (several turns with gaps are refused).
+    """
+    input_ids = torch.as_tensor(row["input_ids"], device=target.device).long()[None]  # [1, T]
+    loss_mask = torch.as_tensor(row["loss_mask"], device=target.device).bool()[None]
+    positions = anchor_candidates(loss_mask)[0].nonzero().squeeze(-1)  # [A]
+    if len(positions) > 1 and bool((positions.diff() != 1).any()):
+        raise ValueError("The row holds several answers: give a row for each, with only its own tokens in loss_mask.")
+    num_drafts = drafter.config.num_draft_tokens
+    if not len(positions):
+        return Replay(0, 0.0, [0.0] * num_drafts, [0.0] * num_drafts)
+    features = features or target_features(target, drafter.config, input_ids)
+    anchors = Anchors(positions[None], torch.ones_like(positions, dtype=torch.bool)[None])  # type: ignore[arg-type]
+    logits = teacher_forced_logits(drafter, target, input_ids, features.context_features, anchors)  # [1, A, J, V_draft]
+    at = draft_positions(anchors, num_drafts)  # [1, A, J]
+    labels = gather_positions(input_ids, at + 1)
+    passing = _passing(drafter, target, logits, labels, gather_positions(features.last_hidden_states, at), temperature)
+    inside = at + 1 <= positions[-1] + 1
+    return _walk((passing * inside)[0].double().cpu())
+
+
+def teacher_forced_logits(
+    drafter: DSparkDrafter,
+    target: PreTrainedModel,
+    input_ids: torch.LongTensor | torch.Tensor,
+    context_features: torch.Tensor,
+    anchors: Anchors,
+) -> torch.Tensor:
+    """The drafter's logits `[B, A, J, V_draft]` where the tokens before each draft are those of the text."""
+    embeddings = drafter.bind(target)
+    mask = training_masks(drafter.config, anchors, torch.ones_like(input_ids))
+    output = drafter(
+        **block_inputs(drafter.config, input_ids, anchors),
+        context_features=context_features,
+        attention_mask=mask,
+        embeddings=embeddings,
+    )
+    num_drafts = drafter.config.num_draft_tokens
+    hidden = output.last_hidden_state.view(*anchors.positions.shape, -1, output.last_hidden_state.shape[-1])
+    hidden = hidden[:, :, -num_drafts:]  # The anchor's own slot predicts nothing where there is one slot more.
+    logits = drafter.base_logits(hidden, embeddings)
+    if drafter.markov_head is not None:
+        previous_ids = gather_positions(input_ids, draft_positions(anchors, num_drafts))
+        logits = logits + drafter.markov_head(previous_ids, hidden)
+    return logits
+
+
+def _passing(
+    drafter: DSparkDrafter,
+    target: PreTrainedModel,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    hidden_states: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Probability that each draft passes given that all before it did, `[1, A, J]`."""
+    ids = drafter.draft_token_ids
+    index = labels
+    if ids is not None:
+        ids = ids.to(labels.device)
+        index = torch.searchsorted(ids, labels).clamp_max(len(ids) - 1)
+        is_drafted = ids[index] == labels
+    else:
+        is_drafted = torch.ones_like(labels, dtype=torch.bool)
+    if not temperature:
+        return (logits.argmax(-1) == index) & is_drafted
+    q = (logits.float() / temperature).log_softmax(-1).gather(-1, index[..., None])[..., 0]
+    p = _label_logprobs(target, labels, hidden_states, temperature)
+    return (q - p).clamp(max=0).exp() * is_drafted
+
+
+def _label_logprobs(target: PreTrainedModel, labels: torch.Tensor, hidden_states: torch.Tensor, temperature: float):
+    """Log-probability that the target gives each label, `[1, A, J]`."""
+    # Neighbouring blocks ask for the same positions: each is computed where it is slot 0, or in the last block.
+    head = target_embeddings(target)[1]
+    first, last = (torch.cat([v[0, :, 0], v[0, -1, 1:]]) for v in (labels, hidden_states))
+    logits = head(last).float()  # [A + J - 1, V]
+    if (cap := getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    logprobs = (logits / temperature).log_softmax(-1).gather(-1, first[:, None])[:, 0]
+    return logprobs.unfold(0, labels.shape[2], 1)[None]
+
+
+def _walk(passing: torch.Tensor) -> Replay:
+    """
+    Sums over all ways in which rounds can cut the answer.
+
+    Args:
+        passing: `[A, J]`; draft `j` of anchor `a` predicts token `a + 1 + j` of an answer of `A + 1` tokens.
+    """
+    num_anchors, num_drafts = passing.shape
+    reached = torch.cat([torch.ones(num_anchors, 1).to(passing), passing.cumprod(1)], dim=1)  # [A, J + 1]: l or more pass
+    exactly = reached.clone()
+    exactly[:, :-1] -= reached[:, 1:]  # [A, J + 1]: exactly l pass
+    visits = torch.zeros(num_anchors + num_drafts + 1, dtype=passing.dtype)  # Probability that a round starts at a.
+    visits[0] = 1
+    for anchor in range(num_anchors):
+        visits[anchor + 1 : anchor + num_drafts + 2] += visits[anchor] * exactly[anchor]
+    visits = visits[:num_anchors]
+    # A slot past the end of the answer is never reached; where it would be the answer is already complete.
+    slots = torch.arange(num_drafts)
+    inside = slots < (num_anchors - torch.arange(num_anchors))[:, None]
+    tried = (visits[:, None] * reached[:, :-1] * inside).sum(0)
+    passed = (visits[:, None] * reached[:, 1:] * inside).sum(0)
+    return Replay(num_anchors, float(visits.sum()), tried.tolist(), passed.tolist())
