@@ -205,6 +205,11 @@ class DSparkConfig(PreTrainedConfig):
         """The sliding window of this layer in positions, or `None` where it attends to everything."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None  # type: ignore[index]
 
+    @classmethod
+    def needs_mask_token(cls, block_size: int) -> bool:
+        """Whether a block of this size has slots other than the anchor's, which need a token of their own."""
+        return block_size > 1
+
     # ------------------------------------------------------------------ checks
 
     def _check_sizes(self) -> None:
@@ -239,7 +244,7 @@ class DSparkConfig(PreTrainedConfig):
             yield f"target_layer_ids {ids} taps layer {max(ids)}, but the target has {self.num_target_layers} layers."
         if self.block_size < 1 or self.num_draft_tokens < 1:
             yield f"block_size={self.block_size} with sample_from_anchor={self.sample_from_anchor} drafts nothing."
-        if self.mask_token_id is None and self.block_size > 1:
+        if self.mask_token_id is None and self.needs_mask_token(self.block_size):
             yield "mask_token_id is missing: the masked slots of a block need a token of their own."
         elif self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             yield f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size} tokens."
@@ -321,9 +326,9 @@ class DSparkConfig(PreTrainedConfig):
                 f"A DSpark drafter needs a decoder-only target; {type(target_config).__name__} is an encoder-decoder."
             )
         text = target_config.get_text_config(decoder=True)
-        if mask_token_id is None:
+        if mask_token_id is None and cls.needs_mask_token(block_size):
             mask_token_id = _free_token_id(text)
-        if mask_token_id is None:
+        if mask_token_id is None and cls.needs_mask_token(block_size):
             raise ValueError(
                 f"No free token id is known for {text.model_type!r}: pass mask_token_id=, an id below "
                 f"{text.vocab_size} that no text produces (an unused or reserved special token of the tokenizer, "

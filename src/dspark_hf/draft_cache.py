@@ -19,11 +19,13 @@ class DraftCache:
     Attributes:
         lengths (`list[int]`): Context tokens held for each row.
         positions (`torch.LongTensor` of shape `[B, capacity]`): Absolute position of each held token.
+        num_steps (`int`): Slots of the current block that earlier passes wrote, where a block takes several of them.
     """
 
     def __init__(self, num_layers: int, num_rows: int = 1):
         self.num_rows = num_rows
         self.lengths = [0] * num_rows
+        self.num_steps = 0
         self.positions = torch.zeros(num_rows, 0, dtype=torch.long)
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
@@ -68,10 +70,10 @@ class DraftCache:
             keys, values: The block's, `[B, H_kv, G, head_dim]`.
 
         Returns:
-            Keys and values `[B, H_kv, max_length + G, head_dim]`. Row `r` holds nothing from `lengths[r]` to
+            Keys and values `[B, H_kv, max_length + num_steps + G, head_dim]`. Row `r` holds nothing from `lengths[r]` to
             `max_length`: the attention mask has to say so.
         """
-        start, size = self.max_length, keys.shape[2]
+        start, size = self.max_length + self.num_steps, keys.shape[2]
         if self._keys[layer] is None or self._keys[layer].shape[2] < start + size:  # type: ignore[union-attr]
             self._reserve(start + size, [(keys, values)] * len(self._keys))
         key_buffer, value_buffer = self._keys[layer], self._values[layer]

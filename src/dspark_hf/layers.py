@@ -90,23 +90,31 @@ def rotate(states: torch.Tensor, angles: RotaryAngles, interleaved: bool = False
 
 
 class DSparkAttention(nn.Module):
-    """Attention of the block over context and block, through transformers' attention interface."""
+    """
+    Attention of the block over context and block, through transformers' attention interface.
+
+    Args:
+        config: The drafter's.
+        layer_idx: Its layer.
+        input_size: Width of what it reads; the hidden size by default.
+    """
 
     is_causal = False  # Read by the interface; every restriction of ours is in the mask.
 
-    def __init__(self, config: DSparkConfig, layer_idx: int):
+    def __init__(self, config: DSparkConfig, layer_idx: int, input_size: int | None = None):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        input_size = input_size or config.hidden_size
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.attention_scaling or config.head_dim**-0.5
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.q_proj = nn.Linear(input_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
         if not config.attention_k_eq_v:
-            self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+            self.v_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
         if config.qk_norm:
             self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
@@ -139,7 +147,7 @@ class DSparkAttention(nn.Module):
     ) -> torch.Tensor:
         """
         Args:
-            hidden_states: Block states, `[B, Q, D]`.
+            hidden_states: Block states, `[B, Q, D]` (or as wide as `input_size`).
             angles: Rotary angles of the block's positions.
             context: Context keys and values of this layer `[B, H_kv, T, head_dim]`, or the cache that holds them.
             attention_mask: What each query may see of context and block, in the form the attention function wants.

@@ -108,6 +108,46 @@ def anchor_mask_mod(
     return mask_mod
 
 
+def chain_drafting_mask(context_lengths: list[int], num_steps: int, device: torch.device) -> torch.Tensor | None:
+    """
+    Mask of one step of a chain a row over the row's cached context and the chain up to the step itself.
+
+    Args:
+        context_lengths: Context tokens of each row.
+        num_steps: Steps of the chain, this one counted.
+        device: Of the mask.
+
+    Returns:
+        `[B, 1, 1, T + num_steps]`, `T` the longest row's length; `None` when every row sees everything.
+    """
+    longest = max(context_lengths)
+    if min(context_lengths) == longest:
+        return None
+    keys = torch.arange(longest + num_steps, device=device)
+    lengths = torch.tensor(context_lengths, device=device)[:, None]
+    return ((keys < lengths) | (keys >= longest))[:, None, None]
+
+
+def chain_training_mask(starts: torch.Tensor, num_context: int, num_steps: int) -> torch.Tensor:
+    """
+    Mask of one step of many chains over the context and all steps so far (EAGLE-3's training-time test).
+
+    A chain sees the context strictly before its start, and its own steps: nothing of the other chains.
+
+    Args:
+        starts: Index in the sequence of the state that each chain starts from, `[B, A]`.
+        num_context: Length of the sequence, `T`.
+        num_steps: Steps so far, this one counted; the keys of each are those of all chains, one step after the other.
+
+    Returns:
+        `[B, 1, A, T + num_steps * A]`.
+    """
+    batch, num_chains = starts.shape
+    context = torch.arange(num_context, device=starts.device) < starts[..., None]  # [B, A, T]
+    own = torch.eye(num_chains, dtype=torch.bool, device=starts.device).repeat(1, num_steps)
+    return torch.cat([context, own.expand(batch, -1, -1)], dim=-1)[:, None]
+
+
 def as_attention_argument(mask: torch.Tensor | None, implementation: str | None, dtype: torch.dtype) -> Any:
     """
     A boolean mask in the form the attention implementation wants.

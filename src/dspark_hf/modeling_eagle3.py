@@ -1,0 +1,211 @@
+"""
+The EAGLE-3 drafter: one decoder layer that reads its own last state and the token drafted from it, one token at a time.
+
+The state that goes with position `t` starts as the target's fused features of `t`; its token is the one AFTER `t`, and its
+rotary position is `t`. So the first draft of a round comes from the features just before the anchor and the anchor
+itself; each further draft from the state of the draft before it and that draft. Only fused features are ever kept as
+context, never a draft's own states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .configuration_eagle3 import Eagle3Config
+from .draft_cache import DraftCache
+from .drafter import Drafter, DSparkOutput
+from .embeddings import SharedEmbeddings
+from .layers import (
+    DSparkAttention,
+    DSparkMLP,
+    DSparkRMSNorm,
+    DSparkRotaryEmbedding,
+    KeyValues,
+    RotaryAngles,
+)
+from .masks import as_attention_argument, chain_drafting_mask, chain_training_mask
+
+
+class Eagle3DecoderLayer(GradientCheckpointingLayer):
+    """A decoder layer whose attention reads a token's embedding beside the state that the token goes with."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = DSparkAttention(config, 0, input_size=2 * config.hidden_size)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def key_values(self, embedded: torch.Tensor, hidden_states: torch.Tensor, angles: RotaryAngles) -> KeyValues:
+        """Keys and values `[B, H_kv, T, head_dim]` of tokens and states that are context only, both `[B, T, D]`."""
+        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden_states)], dim=-1)
+        return self.self_attn.key_values(inputs, angles)
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        hidden_states: torch.Tensor,
+        angles: RotaryAngles,
+        context: KeyValues | DraftCache | None,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Tokens and the states they go with, both `[B, Q, D]` -> the states after them `[B, Q, D]`."""
+        normed = self.hidden_norm(hidden_states)
+        residual = normed if self.norm_before_residual else hidden_states
+        inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, Q, 2 D]
+        hidden_states = residual + self.self_attn(inputs, angles, context, attention_mask)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Eagle3Drafter(Drafter):
+    """
+    Drafts token by token for a target model (EAGLE-3), in the same `generate` and the same trainer as a [`DSparkDrafter`].
+
+    ```python
+    >>> drafter = dspark_hf.Eagle3Drafter(dspark_hf.Eagle3Config.for_target(target.config))  # doctest: +SKIP
+    >>> DSparkTrainer(model=drafter, target=target, train_dataset=rows).train()  # doctest: +SKIP
+    >>> target.generate(**inputs, assistant_model=drafter)  # doctest: +SKIP
+    ```
+    """
+
+    config_class = Eagle3Config
+    config: Eagle3Config
+
+    # What block drafters may have.
+    markov_head = None
+    confidence_head = None
+    mask_embedding = None
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        config.check()
+        width = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])
+        self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = DSparkRotaryEmbedding(config)
+        self._add_embeddings()
+
+    # ------------------------------------------------------------------ drafting
+
+    def project_context(self, context_features: torch.Tensor) -> torch.Tensor:
+        """The fused state of each token `[B, T, D]` from its tapped hidden states `[B, T, m * D_target]`."""
+        return self.fc(context_features.to(self.fc.weight.dtype))
+
+    def extend_cache(
+        self,
+        cache: DraftCache,
+        next_ids: torch.LongTensor,
+        states: torch.Tensor,
+        position_ids: torch.LongTensor,
+        counts: list[int] | None = None,
+        embeddings: SharedEmbeddings | None = None,
+    ) -> None:
+        """
+        Keeps the keys and values of final tokens.
+
+        Args:
+            cache: The cache to extend.
+            next_ids: The token after each of them, `[B, T]`.
+            states: Their fused features, `[B, T, D]`.
+            position_ids: Their absolute positions, `[B, T]`.
+            counts: How many of the `T` belong to each row; all by default.
+            embeddings: What to embed with; the last bound by default.
+        """
+        embedded = (embeddings or self.bind()).embed(next_ids, like=self.norm.weight)
+        key_values = self.layers[0].key_values(embedded, states, self.rotary_emb(states, position_ids))
+        cache.append([key_values], position_ids, counts)
+
+    def step(
+        self,
+        token_ids: torch.LongTensor,
+        states: torch.Tensor,
+        position_ids: torch.LongTensor,
+        cache: DraftCache,
+        embeddings: SharedEmbeddings | None = None,
+    ) -> torch.Tensor:
+        """
+        One step of a draft.
+
+        Args:
+            token_ids: The anchor, then the draft before, `[B]`.
+            states: The fused state before the anchor, then what the step before returned, `[B, D]`.
+            position_ids: Absolute positions of the states, `[B]`.
+            cache: Context, and the steps before this one; set its `num_steps` to 0 ahead of the first.
+            embeddings: What to embed with; the last bound by default.
+
+        Returns:
+            The state from which the next token is predicted, before the final norm, `[B, D]`.
+        """
+        embedded = (embeddings or self.bind()).embed(token_ids[:, None], like=self.norm.weight)  # [B, 1, D]
+        angles = self.rotary_emb(embedded, position_ids[:, None])
+        mask = chain_drafting_mask(cache.lengths, cache.num_steps + 1, states.device)
+        mask = as_attention_argument(mask, self.config._attn_implementation, states.dtype)
+        states = self.layers[0](embedded, states[:, None], angles, cache, mask)
+        cache.num_steps += 1
+        return states[:, 0]
+
+    # ------------------------------------------------------------------ training
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        anchor_positions: torch.LongTensor,
+        context_features: torch.Tensor,
+        embeddings: SharedEmbeddings | None = None,
+        objective: Callable[[Eagle3Drafter, torch.Tensor], tuple[torch.Tensor, dict]] | None = None,
+    ) -> DSparkOutput:
+        """
+        The training-time test: from each anchor, `block_size` steps that read their own states and the true tokens.
+
+        A step sees the fused features of all tokens before its anchor and the earlier steps of its own chain, which is
+        exactly what it will see when it drafts. Chains of other anchors are invisible, so computing some anchors
+        gives what computing every position would give there.
+
+        Args:
+            input_ids: `[B, T]`.
+            anchor_positions: Index of each anchor in its row, from 1 on, `[B, A]`.
+            context_features: Tapped hidden states, `[B, T, m * D_target]`.
+            embeddings: What to embed with; the last bound by default.
+            objective: Called with the drafter and the hidden states, inside this forward so that sharded parameters are
+                gathered; returns the loss and a dictionary of metrics.
+
+        Returns:
+            Normed hidden states `[B, A * block_size, D]`: draft `j` of an anchor is predicted by the `j`-th of its own.
+        """
+        embeddings = embeddings or self.bind()
+        layer, length = self.layers[0], input_ids.shape[1]
+        fused = self.project_context(context_features)  # [B, T, D]
+        embedded = embeddings.embed(input_ids, like=self.norm.weight)
+        positions = torch.arange(length, device=fused.device)[None]
+        following = embedded.roll(-1, dims=1)  # The last token's is wrong, and no anchor comes after it.
+        context = layer.key_values(following, fused, self.rotary_emb(fused, positions))
+
+        starts = (anchor_positions - 1).clamp_min(0)  # [B, A]
+        states, steps = _at(fused, starts), []
+        for step in range(self.config.block_size):
+            tokens = _at(embedded, (anchor_positions + step).clamp_max(length - 1))
+            angles = self.rotary_emb(states, starts + step)
+            mask = chain_training_mask(starts, length, step + 1)
+            mask = as_attention_argument(mask, self.config._attn_implementation, states.dtype)
+            steps.append(layer(tokens, states, angles, context, mask))
+            own = layer.key_values(tokens, states, angles)
+            context = tuple(torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
+            states = steps[-1]
+        hidden_states = self.norm(torch.stack(steps, dim=2).flatten(1, 2))  # [B, A * G, D]
+        if objective is None:
+            return DSparkOutput(last_hidden_state=hidden_states)
+        loss, metrics = objective(self, hidden_states)
+        return DSparkOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
+
+
+def _at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """`values` `[B, T, D]` at `indices` `[B, A]` -> `[B, A, D]`."""
+    return values[torch.arange(len(values), device=values.device)[:, None], indices]
