@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny
 from dspark_hf.training.collator import DSparkCollator
-from dspark_hf.training.features import CachedFeatureDataset, cache_features, target_features
+from dspark_hf.training.features import CachedFeatureDataset, CachePlan, cache_features, target_features
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gemma4", "gpt_oss", "qwen3_5"])
@@ -117,3 +118,43 @@ def test_the_index_is_readable(rows, tmp_path):
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["target_layer_ids"] == config.target_layer_ids
     assert [len(row["input_ids"]) for row in rows(3)] == index["shards"][0]["lengths"]
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize("positions", ["response", "anchors"])
+def test_leaving_out_what_no_block_reads_changes_no_loss(positions, draft_vocab_size, make_trainer, rows, tmp_path):
+    target = tiny.qwen3()
+    drafter = tiny.random_drafter(target, draft_vocab_size=draft_vocab_size)
+    losses, sizes = [], []
+    for kind in ("all", positions):
+        folder, plan = tmp_path / kind, CachePlan(drafter.config, torch.float32, kind, num_anchors=3)
+        cache_features(target, drafter.config, rows(5), folder, dtype=torch.float32, progress=False,
+                       positions=kind, num_anchors=3)  # fmt: skip
+        size = sum(tensor.nbytes for tensor in load_file(folder / "shard-00000.safetensors").values())
+        assert size == plan.num_bytes(rows(5))
+        sizes.append(size)
+        data = CachedFeatureDataset(folder, drafter.config)
+        trainer = make_trainer(drafter, target, rows=data, num_anchors=3, anchor_seed=0)
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(5)])
+        losses.append(float(trainer.compute_loss(drafter, batch).detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert sizes[1] < sizes[0]
+
+
+def test_a_damaged_cache_is_found(rows, tmp_path):
+    target = tiny.qwen3()
+    cache_features(target, tiny.drafter_config(target), rows(3), tmp_path, progress=False)
+    CachedFeatureDataset(tmp_path).verify()
+    file = tmp_path / "shard-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-00000\.safetensors"):
+        CachedFeatureDataset(tmp_path).verify()
+
+
+def test_states_too_large_for_float16_are_refused(rows, tmp_path):
+    target = tiny.qwen3()
+    target.model.norm.weight.mul_(1e6)
+    with pytest.raises(ValueError, match="too large for float16"):
+        cache_features(target, tiny.drafter_config(target), rows(2), tmp_path, dtype=torch.float16, progress=False)

@@ -57,18 +57,12 @@ class DSparkCollator:
             `input_ids` and `attention_mask` `[B, T]`; `anchor_positions` and `keep_anchors` `[B, A]`; `draft_weights`
             `[B, A, J]`, 0 where a draft does not count; and the padded features `[B, T, ...]` where rows have them.
         """
-        epoch = int(self._epoch)
         input_ids = [torch.as_tensor(row["input_ids"]).long() for row in rows]
         loss_masks = [torch.as_tensor(row["loss_mask"]).bool() for row in rows]
         for ids, mask in zip(input_ids, loss_masks, strict=True):
             if ids.shape != mask.shape:
                 raise ValueError(f"A row has {len(ids)} input_ids but {len(mask)} entries in loss_mask.")
-        anchors = stack_anchors(
-            [
-                sample_anchors(mask, self.num_anchors, row_generator(self.seed, epoch, ids))
-                for ids, mask in zip(input_ids, loss_masks, strict=True)
-            ]
-        )
+        anchors = stack_anchors([self._anchors(row, *pair) for row, *pair in zip(rows, input_ids, loss_masks)])
         length = max(1, *(len(ids) for ids in input_ids))
         counted = counted_drafts(pad_rows(loss_masks, length), anchors, self.num_drafts)
         batch = {
@@ -82,6 +76,16 @@ class DSparkCollator:
             if all(key in row for row in rows):
                 batch[key] = pad_rows([torch.as_tensor(row[key]) for row in rows], length)
         return batch
+
+    def _anchors(self, row: Mapping[str, Any], ids: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        generator = row_generator(self.seed, int(self._epoch), ids)
+        if row.get("anchor_mask") is None:
+            return sample_anchors(loss_mask, self.num_anchors, generator)
+        # Its cached features serve these anchors only.
+        fixed = torch.as_tensor(row["anchor_mask"]).bool().nonzero().squeeze(-1)
+        if len(fixed) <= self.num_anchors:
+            return fixed
+        return fixed[torch.randperm(len(fixed), generator=generator)[: self.num_anchors].sort().values]
 
 
 def pad_rows(rows: list[torch.Tensor], length: int, value: float = 0) -> torch.Tensor:

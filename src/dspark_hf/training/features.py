@@ -6,7 +6,8 @@ A cache makes training several times faster when it sees its data more than once
     index.json              what was cached, and the rows of each shard
     shard-00000.safetensors tokens and features of some rows, one after the other
 
-Shards are written whole and then listed, so a caching run that was stopped goes on after the last whole shard.
+[`CachePlan`] can leave out what no block reads. Shards are written whole and then listed, so a caching run that was
+stopped goes on after the last whole shard.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import json
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +33,14 @@ from transformers import PreTrainedModel
 from ..configuration_dspark import DSparkConfig
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hidden_states import context_features, output_hidden_states
+from .anchors import counted_drafts, draft_positions, row_generator, sample_anchors, stack_anchors
 from .collator import pad_rows
+from .target_logits import LogitRule, logit_rule
 
+POSITIONS = ("all", "response", "anchors")
 _INDEX = "index.json"
 _VERSION = 1
+_LAW_KEYS = ("last_hidden_states", "log_normalizers", "greedy_ids")  # Kept where a draft may be compared.
 
 
 class TargetFeatures(NamedTuple):
@@ -80,21 +87,119 @@ def target_features(target: PreTrainedModel, config: DSparkConfig, input_ids: to
 
 @torch.no_grad()
 def normalizers_and_argmax(
-    head: SharedEmbeddings, hidden_states: torch.Tensor, softcap: float | None, chunk_size: int = 128
+    head: SharedEmbeddings, hidden_states: torch.Tensor, rule: LogitRule, chunk_size: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log of the softmax denominator over the full vocabulary, and the most likely token, of `[N, D]` states."""
     normalizers, ids = [], []
     for chunk in hidden_states.split(chunk_size):
-        logits = head.target_logits(chunk)  # [n, V]
-        if softcap is not None:
-            logits = torch.tanh(logits.float() / softcap) * softcap
+        logits = rule(head.target_logits(chunk))  # [n, V]
         ids.append(logits.argmax(dim=-1))
-        logits = logits.float()
         top = logits.gather(-1, ids[-1][:, None])
         normalizers.append((logits - top).exp_().sum(dim=-1).log() + top[:, 0])
     if not ids:
         return hidden_states.new_zeros(0, dtype=torch.float32), hidden_states.new_zeros(0, dtype=torch.long)
     return torch.cat(normalizers), torch.cat(ids)
+
+
+# --------------------------------------------------------------------------------------------------- what is to be kept
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """
+    Which positions of a row are kept, which decides how large a cache is.
+
+    Whatever is chosen, training sees exactly the features that it would compute on the way: those at a position that
+    no block can read are what is left out.
+
+    Args:
+        config: The drafter's.
+        dtype: Of the features on disk, bfloat16 or float16.
+        positions: `"all"`; `"response"` leaves out the last hidden states of prompts, which no draft is compared with;
+            `"anchors"` fixes the anchors once and for all (every epoch sees the same blocks) and keeps last hidden
+            states at their drafts and context up to the last anchor.
+        num_anchors: Blocks of a row that are fixed, for `"anchors"`.
+        seed: Draws them.
+
+    Raises:
+        ValueError: for other positions or number types than those.
+    """
+
+    config: DSparkConfig
+    dtype: torch.dtype = torch.bfloat16
+    positions: str = "all"
+    num_anchors: int = 512
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions is {self.positions!r}; give one of {', '.join(POSITIONS)}.")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"Features cannot be kept as {self.dtype}: give bfloat16, float16 or float32.")
+
+    def anchor_mask(self, row: Mapping[str, Any]) -> torch.Tensor | None:
+        """The fixed anchors of a row, bool `[T]`; `None` where they are drawn anew every epoch."""
+        if self.positions != "anchors":
+            return None
+        ids, loss_mask = _tokens(row)
+        mask = torch.zeros_like(loss_mask)
+        mask[sample_anchors(loss_mask, self.num_anchors, row_generator(self.seed, 0, ids))] = True
+        return mask
+
+    def law_mask(self, loss_mask: torch.Tensor, anchor_mask: torch.Tensor | None) -> torch.Tensor:
+        """Positions whose last hidden state is kept, bool `[T]`."""
+        if self.positions == "all":
+            return torch.ones_like(loss_mask)
+        if anchor_mask is None:
+            return loss_mask
+        anchors = stack_anchors([anchor_mask.nonzero().squeeze(-1)])
+        drafts = self.config.num_draft_tokens
+        counted = counted_drafts(loss_mask[None], anchors, drafts)
+        kept = torch.zeros_like(loss_mask)
+        kept[draft_positions(anchors, drafts)[counted]] = True
+        return kept
+
+    def context_length(self, length: int, anchor_mask: torch.Tensor | None) -> int:
+        """Positions whose context features are kept: those before the last anchor, or all `length`."""
+        if anchor_mask is None:
+            return length
+        found = anchor_mask.nonzero()
+        return int(found.max()) if len(found) else 0
+
+    def description(self, target: PreTrainedModel) -> dict[str, Any]:
+        """What must be the same for rows to share a cache."""
+        config = self.config
+        description = {
+            "version": _VERSION,
+            "target": target.config.name_or_path,
+            "target_layer_ids": list(config.target_layer_ids or []),
+            "target_hidden_size": config.target_hidden_size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "with_normalizers": config.draft_vocab_size is not None,
+            "positions": self.positions,
+        }
+        if self.positions == "anchors":
+            description |= {"num_anchors": self.num_anchors, "seed": self.seed, "num_drafts": config.num_draft_tokens}
+        return description
+
+    def num_bytes(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Bytes on disk of the features of rows, but for headers and the index."""
+        return sum(self._row_bytes(row) for row in rows)
+
+    def _row_bytes(self, row: Mapping[str, Any]) -> int:
+        config, loss_mask, anchor_mask = self.config, _tokens(row)[1], self.anchor_mask(row)
+        token_bytes = 9 if anchor_mask is None else 10  # The token and its masks.
+        state_bytes = (config.target_hidden_size or 0) * self.dtype.itemsize
+        law_bytes = state_bytes + (12 if config.draft_vocab_size is not None else 0)
+        return (
+            token_bytes * len(loss_mask)
+            + state_bytes * len(config.target_layer_ids or []) * self.context_length(len(loss_mask), anchor_mask)
+            + law_bytes * int(self.law_mask(loss_mask, anchor_mask).sum())
+        )
+
+
+def _tokens(row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.as_tensor(row["input_ids"]).long(), torch.as_tensor(row["loss_mask"]).bool()
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
@@ -109,6 +214,9 @@ def cache_features(
     shard_rows: int = 256,
     dtype: torch.dtype = torch.bfloat16,
     progress: bool = True,
+    positions: str = "all",
+    num_anchors: int = 512,
+    seed: int = 0,
 ) -> Path:
     """
     Runs the target once over all rows and keeps what the drafter will read.
@@ -123,51 +231,44 @@ def cache_features(
         shard_rows: Rows a file.
         dtype: Of the features on disk.
         progress: Show a progress bar.
+        positions, num_anchors, seed: As in [`CachePlan`].
 
     Raises:
-        ValueError: when the folder holds features of other taps or other rows, or the disk has no room.
+        ValueError: when the folder holds features of other taps or other rows, the disk has no room, or float16 is too
+            narrow for the target's hidden states.
     """
+    plan = CachePlan(config, dtype, positions, num_anchors, seed)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    description = {
-        "version": _VERSION,
-        "target": target.config.name_or_path,
-        "target_layer_ids": list(config.target_layer_ids or []),
-        "target_hidden_size": config.target_hidden_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "with_normalizers": config.draft_vocab_size is not None,
-    }
-    index = _read_index(folder) or description | {"shards": []}
-    if different := [key for key, value in description.items() if index[key] != value]:
-        found = {key: (index[key], description[key]) for key in different}
-        raise ValueError(f"'{folder}' holds other features (there, wanted): {found}. Give another folder.")
-    done = sum(len(shard["lengths"]) for shard in index["shards"])
-    _check_space(folder, config, rows[done:], dtype)
-    head = SharedEmbeddings(*target_embeddings(target))
-    target.eval()
-    with tqdm(total=len(rows), initial=min(done, len(rows)), unit="row", disable=not progress, mininterval=5) as bar:
-        start = 0
-        for number in range(len(index["shards"]) + -(-max(len(rows) - done, 0) // shard_rows)):
-            if number < len(index["shards"]):
-                shard = index["shards"][number]
-                some = rows[start : start + len(shard["lengths"])]
-                if _digest(some) != shard["digest"]:
-                    raise ValueError(
-                        f"'{folder}/{shard['file']}' was made from other rows than those given: rows may be added at "
-                        "the end, not changed. Give another folder."
-                    )
-                start += len(some)
-                continue
-            some = rows[start : start + shard_rows]
-            tensors = _shard(target, config, head, some, batch_size, dtype, bar)
-            name = f"shard-{number:05d}.safetensors"
-            save_file(tensors, folder / f"{name}.part")
-            os.replace(folder / f"{name}.part", folder / name)
-            lengths = [len(row["input_ids"]) for row in some]
-            index["shards"].append({"file": name, "lengths": lengths, "digest": _digest(some)})
-            _write_index(folder, index)
-            start += len(some)
+    index = _open_index(folder, plan.description(target))
+    done = _check_rows(folder, index, rows)
+    check_space(folder, plan, rows[done:])
+    if done < len(rows):
+        writer = _ShardWriter(target.eval(), plan, batch_size)
+        with tqdm(total=len(rows), initial=done, unit="row", disable=not progress, mininterval=5) as bar:
+            for start in range(done, len(rows), shard_rows):
+                some = rows[start : start + shard_rows]
+                shard = writer.write(some, folder, f"shard-{len(index['shards']):05d}.safetensors", bar)
+                index["shards"].append(shard)
+                _write_index(folder, index)
     return folder
+
+
+def check_space(folder: Path, plan: CachePlan, rows: Sequence[dict[str, Any]]) -> int:
+    """
+    The bytes that caching rows in `folder` takes.
+
+    Raises:
+        ValueError: when the disk has no room for them.
+    """
+    needed, free = plan.num_bytes(rows), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"Caching the features of {len(rows)} rows takes {needed / 1e9:.1f} GB, and '{folder}' has "
+            f"{free / 1e9:.1f} GB left. Train without a cache: the trainer then computes features as it goes. "
+            "positions='response' or 'anchors' takes less."
+        )
+    return needed
 
 
 class CachedFeatureDataset(Dataset):
@@ -187,34 +288,83 @@ class CachedFeatureDataset(Dataset):
         index = _read_index(self.folder)
         if index is None:
             raise ValueError(f"'{folder}' holds no feature cache (no {_INDEX}): make one with cache_features.")
-        if config is not None and index["target_layer_ids"] != list(config.target_layer_ids or []):
-            raise ValueError(
-                f"'{folder}' holds the target layers {index['target_layer_ids']}, but the drafter taps "
-                f"{config.target_layer_ids}: cache its features in another folder."
-            )
         self.index = index
+        if config is not None:
+            self._check(config)
         self.files = [shard["file"] for shard in index["shards"]]
         self.lengths = [length for shard in index["shards"] for length in shard["lengths"]]
         self.first_rows: list[int] = []
-        self.offsets: list[int] = []
+        # Where each row begins, by kind of tensor: those of tokens, of context features and of laws.
+        self.spans: dict[str, list[tuple[int, int]]] = {"lengths": [], "context_lengths": [], "law_lengths": []}
         for shard in index["shards"]:
-            self.first_rows.append(len(self.offsets))
-            offset = 0
-            for length in shard["lengths"]:
-                self.offsets.append(offset)
-                offset += length
+            self.first_rows.append(len(self.spans["lengths"]))
+            for kind, spans in self.spans.items():
+                ends = list(accumulate(shard.get(kind, shard["lengths"])))
+                spans += zip([0, *ends[:-1]], ends)
         self._open: dict[int, Any] = {}
+
+    def _check(self, config: DSparkConfig) -> None:
+        if self.index["target_layer_ids"] != list(config.target_layer_ids or []):
+            raise ValueError(
+                f"'{self.folder}' holds the target layers {self.index['target_layer_ids']}, but the drafter taps "
+                f"{config.target_layer_ids}: cache its features in another folder."
+            )
+        if self.index.get("num_drafts", config.num_draft_tokens) < config.num_draft_tokens:
+            raise ValueError(
+                f"'{self.folder}' was made for blocks of {self.index['num_drafts']} drafts at its anchors, but the drafter "
+                f"drafts {config.num_draft_tokens}: cache its features in another folder."
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        tensors = self._read(row)
+        loss_mask, anchor_mask = tensors["loss_mask"].bool(), tensors.get("anchor_mask")
+        length = len(loss_mask)
+        if len(tensors["context_features"]) < length:
+            tensors["context_features"] = pad_rows([tensors["context_features"]], length)[0]
+        if (positions := self.index.get("positions", "all")) != "all":
+            plan = CachePlan(_Drafts(self.index.get("num_drafts")), positions=positions)  # type: ignore[arg-type]
+            kept = plan.law_mask(loss_mask, anchor_mask)
+            for key in set(_LAW_KEYS) & tensors.keys():
+                packed = tensors[key]
+                tensors[key] = packed.new_zeros(length, *packed.shape[1:])
+                tensors[key][kept] = packed
+        return tensors
+
+    def tokens(self, row: int) -> dict[str, torch.Tensor]:
+        """`input_ids` and `loss_mask` of a row alone."""
+        return self._read(row, ("input_ids", "loss_mask"))
+
+    def verify(self) -> None:
+        """
+        Reads every file and compares its checksum.
+
+        Raises:
+            ValueError: naming the damaged files.
+        """
+        wrong = [
+            shard["file"]
+            for shard in self.index["shards"]
+            if "sha256" in shard and file_sha256(self.folder / shard["file"]) != shard["sha256"]
+        ]
+        if wrong:
+            raise ValueError(
+                f"The feature cache '{self.folder}' is damaged: {', '.join(wrong)} are not as they were written. "
+                "Delete the folder and make the cache again."
+            )
+
+    def _read(self, row: int, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        shard = bisect_right(self.first_rows, row) - 1
-        file = self._file(shard)
-        begin = self.offsets[row]
-        return {key: file.get_slice(key)[begin : begin + self.lengths[row]] for key in file.keys()}
+        file = self._file(bisect_right(self.first_rows, row) - 1)
+        tensors = {}
+        for key in file.keys() if keys is None else keys:
+            kind = "law_lengths" if key in _LAW_KEYS else "context_lengths" if key == "context_features" else "lengths"
+            begin, end = self.spans[kind][row]
+            tensors[key] = file.get_slice(key)[begin:end]
+        return tensors
 
     def _file(self, shard: int):
         if shard not in self._open:
@@ -225,38 +375,103 @@ class CachedFeatureDataset(Dataset):
         return self.__dict__ | {"_open": {}}  # Workers map the files themselves.
 
 
-def _shard(target, config, head, rows, batch_size: int, dtype: torch.dtype, bar) -> dict[str, torch.Tensor]:
-    """Tokens and features of some rows, one row after the other."""
-    softcap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # Rows of like length share a pass.
-    found: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-    for start in range(0, len(rows), batch_size):
-        some = order[start : start + batch_size]
-        ids = [torch.as_tensor(rows[i]["input_ids"]).long() for i in some]
-        masks = [torch.as_tensor(rows[i]["loss_mask"]).bool() for i in some]
-        length = max(1, *(len(row) for row in ids))
-        features = target_features(target, config, pad_rows(ids, length).to(target.device))
-        loss_mask = pad_rows(masks, length)
-        extra: dict[str, torch.Tensor] = {}
-        if config.draft_vocab_size is not None:
-            # Laws are only ever needed at response tokens: those before a label, anchors included.
-            states = features.last_hidden_states[loss_mask.to(target.device)]
-            values = normalizers_and_argmax(head, states, softcap)
-            extra["log_normalizers"] = torch.zeros(loss_mask.shape).masked_scatter_(loss_mask, values[0].cpu())
-            extra["greedy_ids"] = torch.zeros_like(loss_mask, dtype=torch.long).masked_scatter_(
-                loss_mask, values[1].cpu()
-            )
-        for batch_row, i in enumerate(some):
-            size = len(ids[batch_row])
-            found[i] = {
-                "input_ids": ids[batch_row],
-                "loss_mask": masks[batch_row],
-                "context_features": features.context_features[batch_row, :size].to("cpu", dtype),
-                "last_hidden_states": features.last_hidden_states[batch_row, :size].to("cpu", dtype),
-                **{key: values[batch_row, :size] for key, values in extra.items()},
+class _Drafts(NamedTuple):
+    """What `CachePlan.law_mask` reads of a configuration."""
+
+    num_draft_tokens: int | None
+
+
+class _ShardWriter:
+    """Runs the target over rows and writes what a plan keeps of them."""
+
+    def __init__(self, target: PreTrainedModel, plan: CachePlan, batch_size: int):
+        self.target, self.plan, self.batch_size = target, plan, batch_size
+        self.head = self.rule = None
+        if plan.config.draft_vocab_size is not None:
+            self.head, self.rule = SharedEmbeddings(*target_embeddings(target)), logit_rule(target)
+
+    def write(self, rows: Sequence[dict[str, Any]], folder: Path, name: str, bar: tqdm) -> dict[str, Any]:
+        """One file, whole or not at all; returns its entry in the index."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # Rows of like length share a pass.
+        for start in range(0, len(rows), self.batch_size):
+            some = order[start : start + self.batch_size]
+            for i, tensors in zip(some, self.batch([rows[i] for i in some])):
+                found[i] = tensors
+            bar.update(len(some))
+        part = folder / f"{name}.part"
+        save_file({key: torch.cat([row[key] for row in found]) for key in found[0]}, part)
+        checksum = file_sha256(part)
+        os.replace(part, folder / name)
+        return {
+            "file": name,
+            "lengths": [len(row["input_ids"]) for row in found],
+            "context_lengths": [len(row["context_features"]) for row in found],
+            "law_lengths": [len(row["last_hidden_states"]) for row in found],
+            "digest": _digest(rows),
+            "sha256": checksum,
+        }
+
+    def batch(self, rows: list[dict[str, Any]]) -> Iterator[dict[str, torch.Tensor]]:
+        """What is kept of each of some rows, after one target pass over them."""
+        tokens = [_tokens(row) for row in rows]
+        length = max(1, *(len(ids) for ids, _ in tokens))
+        ids = pad_rows([ids for ids, _ in tokens], length)
+        features = target_features(self.target, self.plan.config, ids.to(self.target.device))
+        for index, (row, (ids, loss_mask)) in enumerate(zip(rows, tokens)):
+            anchor_mask = self.plan.anchor_mask(row)
+            kept = self.plan.law_mask(loss_mask, anchor_mask)
+            size = self.plan.context_length(len(ids), anchor_mask)
+            states = features.last_hidden_states[index, : len(ids)][kept.to(features.last_hidden_states.device)]
+            yield {
+                "input_ids": ids,
+                "loss_mask": loss_mask,
+                **({} if anchor_mask is None else {"anchor_mask": anchor_mask}),
+                "context_features": self.on_disk(features.context_features[index, :size]),
+                "last_hidden_states": self.on_disk(states),
+                **self.laws(states, loss_mask[kept]),
             }
-        bar.update(len(some))
-    return {key: torch.cat([row[key] for row in found]) for key in found[0]}
+
+    def laws(self, states: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Normalizers and most likely tokens, where drafts may be compared; for reduced draft vocabularies only."""
+        if self.head is None:
+            return {}
+        found = normalizers_and_argmax(self.head, states[loss_mask.to(states.device)], self.rule)
+        normalizers = torch.zeros(loss_mask.shape).masked_scatter_(loss_mask, found[0].cpu())
+        greedy_ids = torch.zeros_like(loss_mask, dtype=torch.long).masked_scatter_(loss_mask, found[1].cpu())
+        return {"log_normalizers": normalizers, "greedy_ids": greedy_ids}
+
+    def on_disk(self, states: torch.Tensor) -> torch.Tensor:
+        states = states.to("cpu", self.plan.dtype)
+        if self.plan.dtype == torch.float16 and not torch.isfinite(states).all():
+            raise ValueError(
+                f"Hidden states of {type(self.target).__name__} are too large for float16: cache them as bfloat16."
+            )
+        return states
+
+
+def _open_index(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
+    """The index of a cache, new or found; refuses one of other features."""
+    index = _read_index(folder) or description | {"shards": []}
+    there = {"positions": "all"} | index
+    if different := [key for key, value in description.items() if there.get(key) != value]:
+        found = {key: (there.get(key), description[key]) for key in different}
+        raise ValueError(f"'{folder}' holds other features (there, wanted): {found}. Give another folder.")
+    return index
+
+
+def _check_rows(folder: Path, index: dict[str, Any], rows: Sequence[dict[str, Any]]) -> int:
+    """How many rows the cache has; refuses to go on with other rows."""
+    start = 0
+    for shard in index["shards"]:
+        some = rows[start : start + len(shard["lengths"])]
+        if _digest(some) != shard["digest"]:
+            raise ValueError(
+                f"'{folder}/{shard['file']}' was made from other rows than those given: rows may be added at "
+                "the end, not changed. Give another folder."
+            )
+        start += len(some)
+    return start
 
 
 def _digest(rows: Sequence[dict[str, Any]]) -> str:
@@ -267,16 +482,13 @@ def _digest(rows: Sequence[dict[str, Any]]) -> str:
     return content.hexdigest()
 
 
-def _check_space(folder: Path, config: DSparkConfig, rows: Sequence[dict[str, Any]], dtype: torch.dtype) -> None:
-    states = len(config.target_layer_ids or []) + 1
-    token_bytes = states * (config.target_hidden_size or 0) * dtype.itemsize + 32
-    needed = token_bytes * sum(len(row["input_ids"]) for row in rows)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ValueError(
-            f"Caching the features of {len(rows)} rows takes {needed / 1e9:.1f} GB, and '{folder}' has "
-            f"{free / 1e9:.1f} GB left. Train without a cache: the trainer then computes features as it goes."
-        )
+def file_sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _read_index(folder: Path) -> dict[str, Any] | None:

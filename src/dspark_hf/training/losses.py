@@ -21,7 +21,9 @@ from torch import nn
 
 from ..embeddings import SharedEmbeddings
 from ..modeling_dspark import DSparkDrafter
+from .target_logits import LogitRule
 
+NUM_BINS = 20  # Of confidence, as in `dspark_hf.scheduling.measure_reliability`.
 _EPSILON = 1e-6  # In the denominator of every mean: a step without a single counted draft has loss 0.
 
 
@@ -87,12 +89,12 @@ class TargetHead:
 
     Args:
         embeddings (`SharedEmbeddings`): The target's own embedding and LM head, with the drafter's draft vocabulary.
-        softcap (`float`, *optional*): The target's final soft cap on its logits.
+        rule (`LogitRule`): What the target does to its head's output.
     """
 
-    def __init__(self, embeddings: SharedEmbeddings, softcap: float | None = None):
+    def __init__(self, embeddings: SharedEmbeddings, rule: LogitRule = LogitRule()):  # noqa: B008 (immutable)
         self.embeddings = embeddings
-        self.softcap = softcap
+        self.rule = rule
         ids = embeddings.draft_token_ids
         self.draft_token_ids = ids
         self._index: torch.Tensor | None = None
@@ -102,22 +104,16 @@ class TargetHead:
         """`[N, D]` hidden states -> the law of each."""
         ids = self.draft_token_ids
         if ids is None or targets.log_normalizers is None or targets.greedy_ids is None:
-            logits = self.capped(self.embeddings.target_logits(targets.hidden_states))  # [N, V]
+            logits = self.rule(self.embeddings.target_logits(targets.hidden_states))  # [N, V]
             probs, greedy_ids = logits.softmax(dim=-1), logits.argmax(dim=-1)
             if ids is None:
                 return TargetLaw(probs, probs.new_zeros(probs.shape[:-1]), greedy_ids)
             probs = probs[..., ids.to(probs.device)]
         else:
-            logits = self.capped(self.embeddings.logits(targets.hidden_states))  # [N, V_draft]
+            logits = self.rule(self.embeddings.logits(targets.hidden_states))  # [N, V_draft]
             probs, greedy_ids = logits.sub_(targets.log_normalizers[..., None]).exp_(), targets.greedy_ids
         outside = (1 - probs.sum(dim=-1)).clamp_min(0)
         return TargetLaw(probs, outside, greedy_ids)
-
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits in float32, in memory of their own, soft-capped where the target caps."""
-        if self.softcap is not None:
-            return torch.tanh(logits.float() / self.softcap).mul_(self.softcap)
-        return logits.float() if logits.dtype != torch.float32 else logits.clone()
 
     def draft_indices(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Where tokens are in the draft vocabulary; -1 for those that are not."""
@@ -404,6 +400,9 @@ def metric_sums(
     if confidence is not None:
         error = weights * (confidence - acceptance)
         sums["confidence_error"], sums["confidence_bias"] = error.abs().sum(), error.sum()
+        bins = (confidence * NUM_BINS).long().clamp_max(NUM_BINS - 1)
+        gaps = (confidence - acceptance).float()
+        sums["calibration_gaps"] = gaps.new_zeros(NUM_BINS).index_add_(0, bins, gaps)
     return {name: value.detach() for name, value in sums.items()}
 
 
@@ -413,7 +412,9 @@ def summarize(sums: dict[str, torch.Tensor], weights: LossWeights) -> dict[str, 
 
     `acceptance_length` is the expected number of tokens a target pass commits, bonus included, when drafts are sampled
     and the text so far is that of the data; `greedy_acceptance_length` the same for greedy drafting. `acceptance_k` is
-    the probability that draft `k` (from 1) passes when those before it did.
+    the probability that draft `k` (from 1) passes when those before it did. `confidence_error` and `confidence_bias`
+    are the mean absolute and signed difference between confidence and that probability, `confidence_ece` the expected
+    calibration error: the signed difference of each of 20 equal bins of confidence, averaged over drafts.
     """
     weight = float(sums["weight"]) + _EPSILON
     counted = sums["counted"].clamp_min(1)
@@ -426,6 +427,7 @@ def summarize(sums: dict[str, torch.Tensor], weights: LossWeights) -> dict[str, 
         results["total_loss"] += weights.confidence * results["confidence_loss"]
         results["confidence_error"] = float(sums["confidence_error"]) / weight
         results["confidence_bias"] = float(sums["confidence_bias"]) / weight
+        results["confidence_ece"] = float(sums["calibration_gaps"].abs().sum() / sums["counted"].sum().clamp_min(1))
     for index, value in enumerate((sums["acceptance"] / counted).tolist(), start=1):
         results[f"acceptance_{index}"] = value
     return results

@@ -28,6 +28,7 @@ from .collator import FEATURE_KEYS, DSparkCollator
 from .features import target_features
 from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summarize
 from .muon import MuonAdamW, split_parameters
+from .target_logits import logit_rule
 
 logger = logging.get_logger(__name__)
 
@@ -83,6 +84,7 @@ class DSparkTrainer(Trainer):
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
             target.to(args.device)
         self.target = target.eval().requires_grad_(False)
+        self._logit_rule = logit_rule(target)
         model.to(args.device)
         for module in (model.embed_tokens, model.lm_head):
             if module is not None:
@@ -120,8 +122,7 @@ class DSparkTrainer(Trainer):
         theirs = self.embeddings
         if theirs.lm_head is not lm_head:  # The drafter has a head of its own; the law is the target's.
             theirs = SharedEmbeddings(embed_tokens, lm_head, draft_token_ids=drafter.draft_token_ids)
-        softcap = getattr(self.target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-        self.target_head = TargetHead(theirs, softcap)
+        self.target_head = TargetHead(theirs, self._logit_rule)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -138,7 +139,7 @@ class DSparkTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         # The drafter's `forward` takes blocks; the columns are the collator's, which makes blocks of them.
-        self._signature_columns = ["input_ids", "loss_mask", *FEATURE_KEYS]
+        self._signature_columns = ["input_ids", "loss_mask", "anchor_mask", *FEATURE_KEYS]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         with self._evaluation_anchors():
@@ -207,8 +208,10 @@ class DSparkTrainer(Trainer):
     def _with_features(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if "context_features" in inputs:
             return inputs
-        features = target_features(self.target, self.model.config, inputs["input_ids"])
-        return inputs | features._asdict()
+        input_ids = inputs["input_ids"]
+        features = target_features(self.target, self.model.config, input_ids.to(self.target.device))
+        # The target may be elsewhere: on another GPU, spread over several, or offloaded.
+        return inputs | {key: value.to(input_ids.device) for key, value in features._asdict().items()}
 
     def _objective(
         self, inputs: dict[str, torch.Tensor], anchors: Anchors, normalizer: torch.Tensor | None

@@ -1,0 +1,68 @@
+"""What a target does to the output of its LM head before it is the logits of its law: a factor, then a soft cap.
+
+Families name the factor differently, and one name multiplies here and divides there (Cohere's `logit_scale`, Granite's
+`logits_scaling`, HyperCLOVA X's `logits_scaling`, Falcon-H1's `lm_head_multiplier`), so it is measured, not read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from ..embeddings import target_embeddings
+
+_TOKENS = 16  # Of the text that is measured.
+_SAME = 5e-3  # A factor this near 1 is 1: sixteen-bit logits are not rounded finer.
+_UNEXPLAINED = 0.05  # Share of the logits' norm that factor and cap may leave unexplained: again, rounding.
+
+
+class LogitRule(NamedTuple):
+    """
+    Args:
+        scale: Factor on the LM head's output.
+        softcap: `c` of `c * tanh(logits / c)`, applied after the factor; `None` for none.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """The head's output `[..., V]` -> the law's logits, float32, in memory of their own."""
+        logits = logits.to(torch.float32, copy=True)
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
+@torch.no_grad()
+def logit_rule(target: PreTrainedModel) -> LogitRule:
+    """
+    Compares the target's logits with its LM head's output on a few tokens.
+
+    Raises:
+        ValueError: when no factor and the configured soft cap explain the logits. Training would then teach the
+            drafter another law than the one that verifies its drafts.
+    """
+    text = target.config.get_text_config(decoder=True)
+    softcap = getattr(text, "final_logit_softcapping", None)
+    lm_head = target_embeddings(target)[1]
+    ids = torch.arange(1, 1 + _TOKENS, device=target.device)[None] % text.vocab_size  # [1, T]
+    theirs = target(input_ids=ids, use_cache=False).logits.double()  # [1, T, V]
+    states = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    head = lm_head(states).to(theirs.device).double()
+    plain = theirs if softcap is None else softcap * torch.atanh((theirs / softcap).clamp(-0.999, 0.999))
+    inside = torch.isfinite(theirs) if softcap is None else (theirs / softcap).abs() < 0.99  # Others say little.
+    head, plain = head[inside], plain[inside]
+    scale = float((head * plain).sum() / (head * head).sum().clamp_min(1e-12))
+    unexplained = float((plain - scale * head).norm() / plain.norm().clamp_min(1e-12))
+    if unexplained > _UNEXPLAINED:
+        raise ValueError(
+            f"The logits of {type(target).__name__} are not its LM head's output times a factor, under a soft cap of "
+            f"{softcap} ({unexplained:.0%} of them is unexplained), so its law cannot be computed from hidden states "
+            "and a drafter would learn another one. Train for a target of another family."
+        )
+    return LogitRule(1.0 if abs(scale - 1) < _SAME else scale, softcap)
