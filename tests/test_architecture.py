@@ -21,9 +21,8 @@ ALLOWED = {
     "models": set(),
     "generation": {"models", "sampling", "scheduling"},
     "training": {"models", "sampling", "scheduling"},
-    "hub": {"models", "sampling", "scheduling", "generation", "training", "evaluation"},
-    "evaluation": {"models", "sampling", "scheduling", "generation", "training", "hub"},
-    "cli": {"models", "sampling", "scheduling", "generation", "training", "evaluation", "hub"},
+    "evaluation": {"models", "sampling", "scheduling", "generation", "training"},
+    "cli": {"models", "sampling", "scheduling", "generation", "training", "evaluation"},
 }
 
 
@@ -76,9 +75,11 @@ def test_the_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path / "dspark_hf")
     file = tmp_path / "dspark_hf" / "generation" / "loop.py"
     file.parent.mkdir(parents=True)
-    file.write_text("def f():\n    from ..training import losses\n    from .. import cli\n    import dspark_hf.hub\n")
+    file.write_text(
+        "def f():\n    from ..training import losses\n    from .. import cli\n    import dspark_hf.evaluation\n"
+    )
     found = [part_of(name) for name, _ in imports_of(file)]
-    assert found == ["training", "cli", "hub"]
+    assert found == ["training", "cli", "evaluation"]
 
 
 def test_optional_packages_are_not_imported_with_the_package():

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from .checkpoints import Export, export, read_checkpoint
+from .checkpoints.engines import launch_command
 from .configuration_dspark import DSparkConfig
 from .embeddings import SharedEmbeddings, target_embeddings
 from .heads import ConfidenceHead, SequentialHead
+from .hub import Commit, push, write_custom_generate
 from .layers import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm
 
 
@@ -236,9 +241,13 @@ class Drafter(PreTrainedModel):
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: Any,
-        *args: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        *,
         include_embeddings: bool = False,
         format: str | None = None,
+        custom_generate: bool = False,
         **kwargs: Any,
     ) -> Export | None:
         """
@@ -246,18 +255,81 @@ class Drafter(PreTrainedModel):
 
         Args:
             save_directory: Folder to write to.
+            is_main_process, state_dict: As in [`~transformers.PreTrainedModel.save_pretrained`].
+            push_to_hub (`bool`):
+                Push it as well, with the files about it in `save_directory`. The arguments of [`~Drafter.push_to_hub`]
+                may follow; `repo_id` is the folder's name by default.
             include_embeddings (`bool`): Also write the borrowed embedding and LM head, which makes the file usable
                 without the target at the cost of its size.
             format (`str`, *optional*):
                 A format for other software instead, see [`~dspark_hf.checkpoints.export`], whose result is returned.
+            custom_generate (`bool`):
+                Also write the code by which `generate(custom_generate=save_directory)` uses the drafter without an import.
             kwargs: As in [`~transformers.PreTrainedModel.save_pretrained`].
         """
+        hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs} if push_to_hub else {}
+        written = None
         if format is not None:
-            return export(self, save_directory, format)
-        model = self._with_embeddings() if include_embeddings else self
-        super(Drafter, model).save_pretrained(save_directory, *args, **kwargs)
-        self.generation_config.save_pretrained(save_directory)
-        return None
+            written = export(self, save_directory, format)
+        else:
+            model = self._with_embeddings() if include_embeddings else self
+            super(Drafter, model).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+            if is_main_process:
+                self.generation_config.save_pretrained(save_directory)
+        if custom_generate and is_main_process:
+            write_custom_generate(save_directory)
+        if push_to_hub and is_main_process:
+            kwargs |= {"include_embeddings": include_embeddings, "format": format, "custom_generate": custom_generate}
+            hub = {"repo_id": Path(save_directory).name, "beside": save_directory} | hub
+            self.push_to_hub(state_dict=state_dict, **hub, **kwargs)
+        return written
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        tags: list[str] | None = None,
+        base_model: str | None = None,
+        license: str | None = None,
+        beside: Any = None,
+        **kwargs: Any,
+    ) -> CommitInfo:
+        """
+        Pushes the drafter to the Hub in one commit, with a model card made from what is known of it.
+
+        `training.json`, `results.json` (of `dspark-hf bench`) and `throughput_curve.json` beside the weights go with it and
+        into the card; calibration temperatures are in the configuration. A card that somebody wrote or changed, in that
+        folder or on the Hub, is left as it is.
+
+        Args:
+            repo_id (`str`): Repository, `name` or `owner/name`. It is made when there is none.
+            commit_message, commit_description, private, token, revision, create_pr:
+                As in [`~transformers.PreTrainedModel.push_to_hub`].
+            tags (`list[str]`, *optional*): Further tags of the card.
+            base_model (`str`, *optional*):
+                The target's name on the Hub, under which the drafter is listed; the configuration's
+                `target_name_or_path` by default.
+            license (`str`, *optional*): The drafter's licence; by default the target's.
+            beside: A folder with files about these weights; by default the one they were loaded from.
+            kwargs: As in [`~Drafter.save_pretrained`]: `format`, `include_embeddings`, `max_shard_size`, and
+                `custom_generate=True` for the code that `generate(custom_generate=repo_id)` runs.
+
+        Returns:
+            `huggingface_hub.CommitInfo`.
+        """
+
+        def write(folder: Path) -> dict[str, str]:
+            written = self.save_pretrained(folder, **kwargs)
+            return {} if written is None else {e: launch_command(e, self.config, repo_id) for e in written.launch}
+
+        commit = Commit(repo_id, private, token, revision, create_pr, commit_message, commit_description)
+        return push(self, commit, write, beside, tags=tags or (), base_model=base_model, license=license)
 
     def _with_embeddings(self) -> Drafter:
         """A shallow twin that owns what this drafter borrows."""
@@ -273,6 +345,14 @@ class Drafter(PreTrainedModel):
         twin.lm_head = nn.Linear(head_weight.shape[1], head_weight.shape[0], bias=False, device="meta")
         twin.lm_head.weight = nn.Parameter(head_weight.detach().clone(), requires_grad=False)
         return twin
+
+
+# The arguments of a push among those of `save_pretrained`.
+PUSH_ARGUMENTS = tuple(
+    name
+    for name, parameter in inspect.signature(Drafter.push_to_hub).parameters.items()
+    if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+)
 
 
 def check_target(config: DSparkConfig, target: PreTrainedModel) -> None:

@@ -52,26 +52,12 @@ class Inspection:
     @property
     def slot_layout(self) -> str | None:
         """Which slots of a block predict, in words."""
-        if (config := self.config) is None:
-            return None
-        if config.sample_from_anchor:
-            return f"the anchor predicts: a block of {config.block_size} gives {config.num_draft_tokens} drafts"
-        return f"the anchor predicts nothing: a block of {config.block_size} gives {config.num_draft_tokens} drafts"
+        return None if self.config is None else slots_in_words(self.config)
 
     @property
     def heads(self) -> str | None:
         """The sequential and the confidence head, in words."""
-        if (config := self.config) is None:
-            return None
-        said = (
-            f"{config.markov_head_type} Markov head of rank {config.markov_rank}"
-            if config.markov_rank
-            else "no Markov head"
-        )
-        if not config.enable_confidence_head:
-            return f"{said}, no confidence head"
-        reads = " that reads the Markov embedding" if config.confidence_head_with_markov else ""
-        return f"{said}, confidence head{reads}"
+        return None if self.config is None else heads_in_words(self.config)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in types that JSON has."""
@@ -116,6 +102,22 @@ class Inspection:
         yield from (f"  odd: {oddity}" for oddity in self.oddities)
         for engine, reasons in self.engines.items():
             yield f"  {engine}: {'no, ' + '; '.join(reasons) if reasons else 'yes'}"
+
+
+def slots_in_words(config: DSparkConfig) -> str:
+    """Which slots of a block predict."""
+    predicts = "predicts" if config.sample_from_anchor else "predicts nothing"
+    return f"the anchor {predicts}: a block of {config.block_size} gives {config.num_draft_tokens} drafts"
+
+
+def heads_in_words(config: DSparkConfig) -> str:
+    """The sequential and the confidence head."""
+    rank, kind = config.markov_rank, config.markov_head_type
+    said = f"{kind} Markov head of rank {rank}" if rank else "no Markov head"
+    if not config.enable_confidence_head:
+        return f"{said}, no confidence head"
+    reads = " that reads the Markov embedding" if config.confidence_head_with_markov else ""
+    return f"{said}, confidence head{reads}"
 
 
 def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:

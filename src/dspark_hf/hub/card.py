@@ -1,0 +1,273 @@
+"""The model card of a drafter: what is known of it, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from ..checkpoints.inspection import heads_in_words, slots_in_words
+from .training_summary import TrainingSummary
+
+if TYPE_CHECKING:
+    from ..configuration_dspark import DSparkConfig
+    from ..drafter import Drafter
+
+CARD_FILE, BENCHMARK_FILE, CURVE_FILE = "README.md", "results.json", "throughput_curve.json"
+TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
+MOST_CURVE_POINTS = 12
+
+# At the end of a card that may be made anew: it holds the digest of what is above it.
+_MARK = re.compile(r"\n<!-- Made by dspark-hf, and made anew at a push unless it was changed. (\w+) -->\n\Z")
+
+
+def build_card(
+    drafter: Drafter,
+    folder: str | PathLike[str],
+    *,
+    repo_id: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    tags: Iterable[str] = (),
+    custom_generate: bool = False,
+    serving: Mapping[str, str] | None = None,
+    token: str | bool | None = None,
+) -> ModelCard:
+    """
+    The card, made from the drafter and from what lies beside its weights.
+
+    Args:
+        drafter: The drafter.
+        folder: Where its weights are; `training.json`, `results.json` and `throughput_curve.json` are looked for there.
+        repo_id: Its name on the Hub, for the snippets; the folder's name by default.
+        base_model: The target's name on the Hub; by default the name in the configuration, where that can be one.
+        license: The drafter's licence; by default the target's, which the Hub is asked for.
+        tags: Further tags.
+        custom_generate: Whether the repository holds `custom_generate/generate.py`.
+        serving: The commands by which engines serve the drafter, by the engine's name.
+        token: As in `from_pretrained`, for asking about the target.
+    """
+    folder, config = Path(folder), drafter.config
+    named = base_model or config.target_name_or_path
+    base_model = named if is_hub_name(named) else None
+    target = base_model or (Path(named).name if named else "its target")
+    training = TrainingSummary.load(folder)
+    benchmark = _read_json(folder / BENCHMARK_FILE, "settings", "environment", "results", "identity")
+    curve = _read_json(folder / CURVE_FILE, "token_counts", "pass_s")
+    method = method_of(config)
+    all_tags = [
+        "speculative-decoding",
+        method.lower().replace("-", ""),
+        *(["custom_generate"] if custom_generate else []),
+    ]
+    data = ModelCardData(
+        base_model=base_model,
+        base_model_relation="adapter" if base_model else None,
+        datasets=(training.datasets if training else None) or None,
+        library_name="dspark-hf",
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys([*all_tags, *(drafter.model_tags or ()), *tags])),
+        **({"license": license} if license else licence_of(base_model, token)),
+    )
+    card = ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        method=method,
+        class_name=type(drafter).__name__,
+        target=target,
+        target_link=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else target,
+        repo_id=repo_id or folder.name,
+        architecture=_cells(architecture_of(drafter)),
+        training=training,
+        training_tables=_training_tables(training),
+        figures=figures_of(training, folder),
+        benchmark=_benchmark(benchmark) if benchmark else None,
+        temperatures=[f"{temperature:.3g}" for temperature in config.confidence_temperatures or ()],
+        curve=_curve(curve) if curve else None,
+        custom_generate=custom_generate,
+        serving=serving or {},
+    )
+    card.text = re.sub(r"\n{3,}", "\n\n", card.text).rstrip() + "\n"
+    card.text += (
+        f"\n<!-- Made by dspark-hf, and made anew at a push unless it was changed. {_digest(card.content)} -->\n"
+    )
+    return card
+
+
+def write_card(drafter: Drafter, folder: str | PathLike[str], **kwargs: Any) -> bool:
+    """
+    Writes the card into the folder of the weights, unless there is one that somebody wrote or changed.
+
+    Args:
+        drafter, folder, kwargs: As in [`build_card`].
+
+    Returns:
+        Whether it was written.
+    """
+    file = Path(folder) / CARD_FILE
+    if file.exists() and not is_generated(file.read_text(encoding="utf-8")):
+        return False
+    build_card(drafter, folder, **kwargs).save(file)
+    return True
+
+
+def is_generated(text: str) -> bool:
+    """Whether a card was made by [`build_card`] and not changed since, down to its metadata."""
+    mark = _MARK.search(text)
+    return mark is not None and mark[1] == _digest(text[: mark.start()])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------- the target
+
+
+def is_hub_name(name: str | None) -> bool:
+    """Whether a target's name can be one of the Hub: `owner/name`, and not a folder here."""
+    if not name or "/" not in name or Path(name).exists():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[str, str]:
+    """The target's licence as the metadata of its own card says it; nothing where the Hub cannot be asked."""
+    if base_model is None:
+        return {}
+    try:
+        theirs = HfApi(token=token).model_info(base_model).card_data
+    except Exception:  # Unknown or private there, no network, offline mode: the card says less, the push goes on.
+        return {}
+    found = {name: theirs.get(name) for name in ("license", "license_name", "license_link")} if theirs else {}
+    return {name: value for name, value in found.items() if isinstance(value, str)}
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def architecture_of(drafter: Drafter) -> dict[str, str]:
+    """What the drafter is, in words."""
+    config = drafter.config
+    own = " and ".join(
+        name for name, held in (("embedding", config.has_embed_tokens), ("LM head", config.has_lm_head)) if held
+    )
+    size = sum(parameter.numel() * parameter.element_size() for parameter in drafter.parameters())
+    rows = {
+        "Draft layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}, "
+        f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}, "
+        f"MLP {config.intermediate_size}",
+        "Tapped target layers": f"after {', '.join(map(str, config.target_layer_ids or []))}"
+        + (f" of {config.num_target_layers}" if config.num_target_layers else ""),
+        "Slots": slots_in_words(config),
+        "Heads": heads_in_words(config),
+        "Vocabulary": f"{config.vocab_size:,}"
+        + (f", drafts from {config.draft_vocab_size:,} of them" if config.draft_vocab_size else ""),
+        "Mask token": str(config.mask_token_id),
+        "Embedding and LM head": f"{own} of its own" if own else "the target's, by reference",
+        "Size": f"{drafter.num_parameters():,} parameters, {size / 1e6:,.1f} MB "
+        f"({str(drafter.dtype).removeprefix('torch.')})",
+    }
+    if window := config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None:
+        rows["Sliding window"] = str(window)
+    return rows
+
+
+def method_of(config: DSparkConfig) -> str:
+    """What this kind of drafter is called."""
+    if "eagle3" in config.model_type:
+        return "EAGLE-3"
+    return "DSpark" if config.markov_rank else "DFlash"
+
+
+def figures_of(training: TrainingSummary | None, folder: Path) -> list[str]:
+    """Names of the image files that are really there, beside the weights."""
+    named = training.figures if training else []
+    return [name for name in named if name == Path(name).name and (folder / name).is_file()]
+
+
+def _training_tables(training: TrainingSummary | None) -> dict[str, dict[str, str]]:
+    if training is None:
+        return {}
+    tables = {"Setting": training.settings, "Result": training.results, "Ran on": training.environment}
+    return {title: _cells(values) for title, values in tables.items() if values}
+
+
+def _benchmark(document: dict[str, Any]) -> dict[str, Any]:
+    """The results of a `dspark-hf bench` document."""
+    settings, machine = document["settings"], document["environment"]
+    how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
+    devices = ", ".join(machine.get("accelerators") or [machine.get("cpu") or "CPU"])
+    checked = {method: identity for method, identity in document["identity"].items() if identity["checked"]}
+    return {
+        "settings": f"{how}, up to {settings['max_new_tokens']} new tokens, {settings.get('dtype', '')} on {devices}",
+        "rows": [_result_row(result) for result in document["results"]],
+        "identity": [
+            f"{method}: {identity['checked'] - identity['different']} of {identity['checked']} greedy answers are those of "
+            "plain `generate`."
+            for method, identity in checked.items()
+        ],
+    }
+
+
+def _result_row(result: dict[str, Any]) -> list[str]:
+    estimates = result["estimates"]
+    return [
+        _cell(f"{result['group']} ({result['num_prompts']})"),
+        _cell(result["method"]),
+        _estimate(estimates["acceptance_length"], 2, with_interval=True),
+        _estimate(estimates["acceptance_rate"], 2),
+        _estimate(estimates["tokens_per_second"], 1),
+        _estimate(estimates["speedup"], 2, with_interval=True),
+    ]
+
+
+def _estimate(estimate: dict[str, Any], decimals: int, with_interval: bool = False) -> str:
+    if estimate["value"] is None:
+        return "-"
+    interval = (
+        f" ({estimate['low']:.{decimals}f} to {estimate['high']:.{decimals}f})" if estimate["low"] is not None else ""
+    )
+    return f"{estimate['value']:.{decimals}f}{interval if with_interval else ''}"
+
+
+def _curve(curve: dict[str, Any]) -> dict[str, Any]:
+    """A `throughput_curve.json` as a table."""
+    where = curve.get("measured_on") or {}
+    points = list(zip(curve["token_counts"], curve["pass_s"], strict=True))[:MOST_CURVE_POINTS]
+    return {
+        "measured_on": ", ".join(str(where[name]) for name in ("device", "dtype") if where.get(name))
+        or "an unnamed machine",
+        "tokens": [str(count) for count, _ in points],
+        "ms": [f"{1000 * seconds:.1f}" for _, seconds in points],
+    }
+
+
+def _read_json(file: Path, *keys: str) -> dict[str, Any] | None:
+    """A JSON document with these keys; `None` when there is none, or it is something else of that name."""
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) and set(keys) <= content.keys() else None
+
+
+def _cells(values: Mapping[str, Any]) -> dict[str, str]:
+    return {_cell(name): _cell(value) for name, value in values.items()}
+
+
+def _cell(value: Any) -> str:
+    """A value as the text of a table's cell."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,167 @@
+"""One commit with a drafter's weights, what lies beside them and the model card."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.hf_api import RepoFile
+
+from ..checkpoints.reading import read_checkpoint
+from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figures_of, is_generated
+from .custom_generate import FOLDER
+from .training_summary import TRAINING_FILE, TrainingSummary
+
+if TYPE_CHECKING:
+    from ..drafter import Drafter
+
+# What may lie beside the weights and says something about them.
+COMPANIONS = (TRAINING_FILE, BENCHMARK_FILE, CURVE_FILE)
+
+
+@dataclass
+class Commit:
+    """
+    Where a push goes and how it is described: the arguments of transformers' `push_to_hub`.
+
+    Args:
+        repo_id: Repository, `name` or `owner/name`; made when there is none.
+        private: Whether a new repository is private; by default what the owner's repositories are.
+        token: A token, or whether to use the stored one.
+        revision: Branch to commit to, made when there is none; `main` by default.
+        create_pr: Open a pull request instead.
+        message, description: Of the commit.
+    """
+
+    repo_id: str
+    private: bool | None = None
+    token: str | bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+    message: str | None = None
+    description: str | None = None
+
+
+def push(
+    drafter: Drafter,
+    commit: Commit,
+    write: Callable[[Path], Mapping[str, str]],
+    beside: str | PathLike[str] | None = None,
+    **card: Any,
+) -> CommitInfo:
+    """
+    Writes a drafter to a folder of its own, and what belongs beside it, and commits that.
+
+    Files that say something about the weights travel with them. Those that the repository holds from before stay when
+    the weights are the same, and are removed when they are not: they are about another drafter. A card that somebody
+    wrote or changed stays as it is.
+
+    Args:
+        drafter: The drafter.
+        commit: Where it goes.
+        write: Writes weights and configuration to a folder; returns the commands that serve it, by engine.
+        beside: A folder with the same weights and files about them; by default the one the drafter was loaded from.
+        card: `base_model`, `license` and `tags` as in [`~dspark_hf.hub.build_card`].
+    """
+    api = HfApi(token=commit.token, library_name="dspark-hf")
+    repo_id = api.create_repo(commit.repo_id, private=commit.private, exist_ok=True).repo_id
+    if commit.revision is not None and not commit.revision.startswith("refs/pr/"):
+        api.create_branch(repo_id, branch=commit.revision, exist_ok=True)
+    there = Remote.look(api, repo_id, commit.revision)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / repo_id.split("/")[-1]
+        serving = write(folder)
+        if (source := _source(drafter, beside)) is not None:
+            _copy_companions(source, folder)
+        same_weights = there.holds(folder)
+        if same_weights:
+            there.fetch(COMPANIONS, folder)
+        there.fetch([CARD_FILE], folder, replace=True)
+        card_file = folder / CARD_FILE
+        if not card_file.exists() or is_generated(card_file.read_text(encoding="utf-8")):
+            has_code = (folder / FOLDER).exists() or any(name.startswith(f"{FOLDER}/") for name in there.files)
+            build_card(
+                drafter, folder, repo_id=repo_id, serving=serving, custom_generate=has_code, token=commit.token, **card
+            ).save(card_file)
+        files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+        stale = [] if same_weights else sorted(there.files.keys() & set(COMPANIONS) - set(files))
+        return api.create_commit(
+            repo_id,
+            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files]
+            + [CommitOperationDelete(path_in_repo=name) for name in stale],
+            commit_message=commit.message or f"Upload {type(drafter).__name__}",
+            commit_description=commit.description,
+            revision=commit.revision,
+            create_pr=commit.create_pr,
+        )
+
+
+@dataclass
+class Remote:
+    """What a repository holds before a push."""
+
+    api: HfApi
+    repo_id: str
+    revision: str | None
+    files: dict[str, RepoFile] = field(default_factory=dict)
+
+    @classmethod
+    def look(cls, api: HfApi, repo_id: str, revision: str | None) -> Remote:
+        listed = api.list_repo_tree(repo_id, revision=revision, recursive=True)
+        return cls(api, repo_id, revision, {file.path: file for file in listed if isinstance(file, RepoFile)})
+
+    def holds(self, folder: Path) -> bool:
+        """Whether its weights are those of a folder, byte for byte."""
+        theirs = {name: file.lfs.sha256 if file.lfs else None for name, file in self.files.items()}
+        ours = {file.name: _sha256(file) for file in folder.glob("*.safetensors")}
+        return ours == {name: digest for name, digest in theirs.items() if name.endswith(".safetensors")}
+
+    def fetch(self, names: Iterable[str], folder: Path, replace: bool = False) -> None:
+        """Downloads those of the files that it has, into a folder."""
+        for name in self.files.keys() & set(names):
+            if replace or not (folder / name).exists():
+                shutil.copyfile(self.api.hf_hub_download(self.repo_id, name, revision=self.revision), folder / name)
+
+
+def _source(drafter: Drafter, beside: str | PathLike[str] | None) -> Path | None:
+    """The folder whose files are about this drafter's weights, which may have been trained since they were read."""
+    if beside is not None:
+        return Path(beside)
+    folder = Path(drafter.config.name_or_path or "")
+    if not drafter.config.name_or_path or not any((folder / name).is_file() for name in (*COMPANIONS, CARD_FILE)):
+        return None
+    return folder if _has_weights_of(folder, drafter) else None
+
+
+def _has_weights_of(folder: Path, drafter: Drafter) -> bool:
+    try:
+        checkpoint = read_checkpoint(folder, None, {})
+        stored = checkpoint.read_tensors(set(checkpoint.tensors))
+    except (OSError, ValueError):
+        return False
+    return all(
+        name in stored and stored[name].shape == ours.shape and bool((stored[name].to(ours) == ours).all())
+        for name, ours in drafter.state_dict().items()
+    )
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    names = [*COMPANIONS, CARD_FILE, *figures_of(TrainingSummary.load(source), source)]
+    for name in names:
+        if (source / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()

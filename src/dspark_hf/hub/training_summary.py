@@ -1,0 +1,64 @@
+"""What a training run leaves beside the weights, for whoever reads the model card."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+TRAINING_FILE = "training.json"
+
+# Access tokens of the Hub, and what stands after or under the names that transformers gives them.
+_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=hub[_-]token[ =])\S+|(?<=--token[ =])\S+")
+_SECRET_NAMES = ("token", "hub_token", "push_to_hub_token")
+
+
+@dataclass
+class TrainingSummary:
+    """
+    How a drafter was trained. All of it is optional, and all of it is shown on the model card.
+
+    Access tokens are taken out of what is saved.
+
+    Args:
+        command: What to type to train it again.
+        data: The training data in words: what it is and how much of it.
+        datasets: Names of its data sets on the Hub, for the card's metadata.
+        settings: What was chosen, by name: learning rate, epochs, weights of the losses, ...
+        results: Figures at the end, by name, with numbers or texts: loss, held-out acceptance length, hours, ...
+        environment: What it ran on, by name: versions, device, ...
+        figures: Names of image files beside the weights.
+    """
+
+    command: str | None = None
+    data: str | None = None
+    datasets: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    figures: list[str] = field(default_factory=list)
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Writes `training.json` into the folder of the weights."""
+        text = json.dumps(_without_secrets(asdict(self)), indent=2, default=str)
+        (Path(folder) / TRAINING_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | PathLike[str]) -> TrainingSummary | None:
+        """Reads a folder's `training.json`; `None` when there is none. Fields of other versions are left out."""
+        file = Path(folder) / TRAINING_FILE
+        if not file.is_file():
+            return None
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_secrets(item) for name, item in value.items() if name not in _SECRET_NAMES}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return _SECRET.sub("***", value) if isinstance(value, str) else value
