@@ -15,18 +15,24 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
+from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
 from dspark_hf import DSparkConfig, DSparkDrafter
+from dspark_hf.evaluation.figures import COLORS, LINES, MARKERS
+from dspark_hf.evaluation.replay import replay
+from dspark_hf.evaluation.statistics import NUM_RESAMPLES, ratio_of_sums
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
+from dspark_hf.training.chat import encode_rows
 from dspark_hf.training.draft_vocab import select_draft_vocabulary, set_draft_vocabulary
-from dspark_hf.training.features import CachedFeatureDataset
-from dspark_hf.training.regeneration import load_target
+from dspark_hf.training.features import CachedFeatureDataset, target_features
+from dspark_hf.training.regeneration import RegenerationSettings, Regenerator, load_target
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -36,6 +42,16 @@ TAPS = [3, 11, 19, 27]
 MASK_TOKEN = "<reponame>"
 DRAFT_VOCAB_SIZE = 8192
 RANK = 64
+MODES = {"t1": 1.0, "greedy": 0.0}  # Temperatures of the answers.
+TITLES = {"t1": "temperature 1", "greedy": "greedy"}
+TASKS = ["gsm8k", "humaneval", "mt-bench", "aime25"]
+LABELS = {
+    "dflash": "DFlash",
+    "markov": "DSpark, Markov head",
+    "gated": "DSpark, gated head",
+    "rnn": "DSpark, RNN head",
+    "eagle3": "Eagle3",
+}
 
 
 @dataclass(frozen=True)
@@ -138,6 +154,241 @@ def load_drafter(folder):
     return DSparkDrafter.from_pretrained(folder, dtype=torch.float32)
 
 
+# ------------------------------------------------------------------------------------------------- answers, and replays
+
+
+def answer(options):
+    """The target's answers to the first turns, as token ids, in float32: greedy output has to be the target's own."""
+    target, tokenizer = load_target(str(ensure_target()), dtype="float32")
+    for file in options.files:
+        lines = file.read_text().splitlines()[: options.max_prompts]
+        prompts = [{"prompt": json.loads(line)["turns"][0]} for line in lines]
+        for mode, temperature in MODES.items():
+            settings = RegenerationSettings(
+                max_new_tokens=options.max_new_tokens,
+                do_sample=temperature > 0,
+                temperature=temperature or None,
+                top_k=0,
+                top_p=1.0,
+                save_token_ids=True,
+                slots=40,
+            )
+            Regenerator(target, tokenizer, settings).run(
+                prompts, options.runs / "answers" / f"{file.stem}-{mode}.jsonl"
+            )
+
+
+def follow(options):
+    """Every drafter along every answer."""
+    target, tokenizer = load_target(str(ensure_target()), dtype="float32")
+    todo = [name for name in options.only or VARIANTS if (options.runs / name / "done.json").exists()]
+    drafters = {name: load_drafter(options.runs / name) for name in todo if not replays_file(options, name).exists()}
+    replays = {name: [] for name in drafters}
+    for file in tqdm(sorted((options.runs / "answers").glob("*.jsonl"))) if drafters else []:
+        task, _, mode = file.stem.rpartition("-")
+        rows = encode_rows(map(json.loads, file.read_text().splitlines()), tokenizer)
+        for index, row in enumerate(tqdm(rows, leave=False, desc=file.stem)):
+            ids = torch.tensor(row["input_ids"])[None]
+            features = target_features(target, next(iter(drafters.values())).config, ids)
+            for name, drafter in drafters.items():
+                found = replay(drafter, target, row, MODES[mode], features)
+                replays[name].append({"task": task, "mode": mode, "prompt": index} | asdict(found))
+    for name, found in replays.items():
+        replays_file(options, name).write_text("\n".join(json.dumps(one) for one in found) + "\n")
+
+
+def replays_file(options, name: str) -> Path:
+    return options.runs / name / "replays.jsonl"
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+class Results:
+    """Replays of all drafters, and the figures of merit made of them."""
+
+    def __init__(self, runs: Path):
+        self.done = {
+            name: json.loads((runs / name / "done.json").read_text())
+            for name in VARIANTS
+            if (runs / name / "replays.jsonl").exists()
+        }
+        self.replays = {
+            name: [json.loads(line) for line in (runs / name / "replays.jsonl").read_text().splitlines()]
+            for name in self.done
+        }
+        answers = self.replays[next(iter(self.done))]
+        self.tasks = [task for task in TASKS if any(one["task"] == task for one in answers)]
+
+    def of(self, name: str, mode: str, task: str) -> list[dict]:
+        return [one for one in self.replays[name] if (one["mode"], one["task"]) == (mode, task)]
+
+    def length(self, name: str, mode: str, task: str):
+        """Acceptance length with its bootstrap interval over prompts."""
+        some = self.of(name, mode, task)
+        return ratio_of_sums(*(np.array([one[key] for one in some]) for key in ("tokens", "rounds")))
+
+    def macro(self, names: list[str], mode: str):
+        """
+        Macro means over the tasks of several drafters, `[N]`, and each of `NUM_RESAMPLES` draws of the prompts, `[R, N]`; the
+        same prompts for all drafters, so that ratios are paired.
+        """
+        rng, means, draws = np.random.default_rng(0), [], []
+        for task in self.tasks:
+            tokens, rounds = (
+                np.array([[one[key] for one in self.of(name, mode, task)] for name in names])
+                for key in ("tokens", "rounds")
+            )
+            picks = rng.integers(tokens.shape[1], size=(NUM_RESAMPLES, tokens.shape[1]))
+            means.append(tokens.sum(1) / rounds.sum(1))
+            draws.append(tokens[:, picks].sum(2) / rounds[:, picks].sum(2))
+        return np.mean(means, axis=0), np.mean(draws, axis=0).T
+
+    def conditional(self, name: str, mode: str) -> np.ndarray:
+        """Acceptance by slot over all tasks, given that all slots before passed."""
+        some = [one for one in self.replays[name] if one["mode"] == mode]
+        tried, passed = (np.array([one[key] for one in some]).sum(0) for key in ("tried", "passed"))
+        return passed / tried
+
+
+def interval(values: np.ndarray) -> str:
+    low, high = np.percentile(values, [2.5, 97.5])
+    return f"{low:.2f} to {high:.2f}"
+
+
+def kinds_table(results: Results, mode: str) -> str:
+    variants = [variant for variant in KINDS if variant.name in results.done]
+    names = [variant.name for variant in variants]
+    means, draws = results.macro(names, mode)
+    base = names.index(Variant("dflash").name)
+    lines = [
+        f"| drafter | parameters | {' | '.join(results.tasks)} | mean | over DFlash |",
+        f"| --- | ---: |{' ---: |' * len(results.tasks)} ---: | ---: |",
+    ]
+    for i, variant in enumerate(variants):
+        lengths = [results.length(variant.name, mode, task) for task in results.tasks]
+        cells = [f"{e.value:.2f} ({e.low:.2f} to {e.high:.2f})" for e in lengths]
+        gain = f"{100 * (means[i] / means[base] - 1):+.1f} %"
+        gains = 100 * (draws[:, i] / draws[:, base] - 1)
+        if i != base:
+            gain += " ({:+.1f} to {:+.1f})".format(*np.percentile(gains, [2.5, 97.5]))
+        parameters = results.done[variant.name]["parameters"] / 1e6
+        cells += [f"**{means[i]:.2f}** ({interval(draws[:, i])})", gain if i != base else ""]
+        lines.append(f"| {LABELS[variant.kind]} | {parameters:.1f} M | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gain_table(results: Results, axis: str, values: list[int]) -> str:
+    """DFlash and DSpark over block length or depth."""
+    lines = [f"| {axis} | temperature | DFlash | DSpark | gain |", "| ---: | --- | ---: | ---: | ---: |"]
+    for value in values:
+        names = [replace(Variant(kind), **{axis: value}).name for kind in ("dflash", "markov")]
+        if any(name not in results.done for name in names):
+            continue
+        for mode, temperature in MODES.items():
+            means, draws = results.macro(names, mode)
+            gains = 100 * (draws[:, 1] / draws[:, 0] - 1)
+            low, high = np.percentile(gains, [2.5, 97.5])
+            cells = [f"{mean:.2f} ({interval(draws[:, i])})" for i, mean in enumerate(means)]
+            gain = f"{100 * (means[1] / means[0] - 1):+.1f} % ({low:+.1f} to {high:+.1f})"
+            lines.append(f"| {value} | {temperature or 'greedy'} | {' | '.join(cells)} | {gain} |")
+    return "\n".join(lines)
+
+
+def seeds_table(results: Results) -> str:
+    lines = ["| seed | temperature | DFlash | DSpark | gain |", "| ---: | --- | ---: | ---: | ---: |"]
+    for seed in (0, 1):
+        names = [Variant(kind, seed=seed).name for kind in ("dflash", "markov")]
+        if any(name not in results.done for name in names):
+            continue
+        for mode, temperature in MODES.items():
+            means, _ = results.macro(names, mode)
+            gain = f"{100 * (means[1] / means[0] - 1):+.1f} %"
+            lines.append(f"| {seed} | {temperature or 'greedy'} | {means[0]:.2f} | {means[1]:.2f} | {gain} |")
+    return "\n".join(lines)
+
+
+def positions_figure(results: Results):
+    """Conditional acceptance by slot of the five kinds (paper Fig. 2)."""
+    figure, panels = new_figure(2)
+    for axes, mode in zip(panels, MODES, strict=True):
+        for i, variant in enumerate(variant for variant in KINDS if variant.name in results.done):
+            shares = results.conditional(variant.name, mode)
+            slots = range(1, len(shares) + 1)
+            axes.plot(
+                slots, shares, LINES[i % len(LINES)], marker=MARKERS[i], color=COLORS[i], label=LABELS[variant.kind]
+            )
+        axes.set(title=TITLES[mode], xlabel="slot", ylim=(0, None))
+    panels[0].set_ylabel("accepted, given all before were")
+    return legend_below(figure, panels[0])
+
+
+def gains_figure(results: Results, axis: str, values: list[int], label: str):
+    """Acceptance length of DFlash and DSpark over block length or depth (paper Figs. 3, 4)."""
+    figure, panels = new_figure(2)
+    for axes, mode in zip(panels, MODES, strict=True):
+        for i, kind in enumerate(("dflash", "markov")):
+            variants = {value: replace(Variant(kind), **{axis: value}).name for value in values}
+            variants = {value: name for value, name in variants.items() if name in results.done}
+            means, draws = results.macro(list(variants.values()), mode)
+            low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+            style = {"marker": MARKERS[i], "color": COLORS[i], "linestyle": LINES[i], "capsize": 3}
+            axes.errorbar(list(variants), means, [means - low, high - means], label=LABELS[kind], **style)
+        axes.set(title=TITLES[mode], xlabel=label, xticks=values)
+    panels[0].set_ylabel("tokens a target pass")
+    return legend_below(figure, panels[0])
+
+
+def new_figure(num_panels: int):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    panels = figure.subplots(1, num_panels, sharey=True)
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    return figure, panels
+
+
+def legend_below(figure, axes):
+    figure.legend(
+        handles=axes.get_legend_handles_labels()[0], loc="outside lower center", ncols=5, frameon=False, fontsize=8
+    )
+    return figure
+
+
+def cost_note(results: Results) -> str:
+    done = list(results.done.values())
+    hours = sum(one["seconds"] for one in done) / 3600
+    return (
+        f"Every drafter: {done[0]['rows']} rows, {done[0]['steps']} steps of {done[0]['rows_a_step']} rows with "
+        f"{done[0]['anchors_a_row']} anchors each. Training all {len(done)} took {hours:.1f} hours on one core."
+    )
+
+
+def report(options):
+    """Figures into `images/`, tables into one Markdown file, which `results.md` includes."""
+    results = Results(options.runs)
+    images = options.output / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "comparison_positions": positions_figure(results),
+        "comparison_blocks": gains_figure(results, "block", [4, 7, 12], "drafts a block"),
+        "comparison_depths": gains_figure(results, "layers", [1, 2, 3], "draft layers"),
+    }
+    for name, figure in figures.items():
+        figure.savefig(images / f"{name}.png", dpi=130)
+    tables = [
+        f"Temperature 1:\n\n{kinds_table(results, 't1')}",
+        f"Greedy:\n\n{kinds_table(results, 'greedy')}",
+        f"By block length (2 layers):\n\n{gain_table(results, 'block', [4, 7, 12])}",
+        f"By depth (block 7):\n\n{gain_table(results, 'layers', [1, 2, 3])}",
+        f"Two seeds of training (2 layers, block 7):\n\n{seeds_table(results)}",
+        cost_note(results),
+    ]
+    (options.output / "comparison.md").write_text("\n\n".join(tables) + "\n")
+    print("\n\n".join(tables))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=["train", "answer", "replay", "report"])
@@ -145,13 +396,16 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/comparison"), help="folder of the comparison")
     parser.add_argument("--features", type=Path, nargs="+", default=[], help="train: folders of cached features")
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="these drafters only")
+    parser.add_argument("--max-prompts", type=int, default=40, help="answer: prompts of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="answer: length of an answer")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="report: folder")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8, help="rows a step")
     parser.add_argument("--anchors", type=int, default=16, help="blocks a row")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    {"train": train}[options.stage](options)
+    {"train": train, "answer": answer, "replay": follow, "report": report}[options.stage](options)
 
 
 if __name__ == "__main__":
