@@ -170,12 +170,15 @@ class _Clock:
 
 @contextlib.contextmanager
 def _patched(owner: type, name: str, wrap: Callable[[Callable], Callable]) -> Iterator[None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, wrap(original))
+    own = owner.__dict__.get(name)
+    setattr(owner, name, wrap(getattr(owner, name)))
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if own is None:  # It is a base class's.
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def _restore_forward(target: PreTrainedModel, forward: Callable) -> None:
