@@ -186,6 +186,11 @@ class DSparkConfig(PreTrainedConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
+    def is_autoregressive(self) -> bool:
+        """Whether each draft is computed from the drafter's own state at the one before it, instead of all in parallel."""
+        return False
+
+    @property
     def logits_size(self) -> int:
         """Width of the draft logits: the draft vocabulary when there is one, the full vocabulary otherwise."""
         return self.draft_vocab_size or self.vocab_size

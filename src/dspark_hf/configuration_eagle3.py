@@ -48,6 +48,11 @@ class Eagle3Config(DSparkConfig):
     confidence_head_with_markov: bool = False
     norm_before_residual: bool = False
 
+    @property
+    def is_autoregressive(self) -> bool:
+        """Always."""
+        return True
+
     @classmethod
     def needs_mask_token(cls, block_size: int) -> bool:
         """Never: each token is drafted from the one before it."""

@@ -10,7 +10,6 @@ context, never a draft's own states.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..drafter import Drafter
 from ..embeddings import target_embeddings
-from ..modeling_dspark import DSparkDrafter
 from ..training.anchors import Anchors, anchor_candidates, draft_positions, gather_positions
 from ..training.features import TargetFeatures, target_features
-from ..training.trainer import block_inputs, training_masks
+from ..training.trainer import drafting_inputs
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def conditional_acceptance(replays: Iterable[Replay]) -> list[float]:
 
 @torch.no_grad()
 def replay(
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     target: PreTrainedModel,
     row: Mapping[str, Any],
     temperature: float = 0.0,
@@ -102,7 +102,7 @@ def replay(
 
 
 def teacher_forced_logits(
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     target: PreTrainedModel,
     input_ids: torch.LongTensor | torch.Tensor,
     context_features: torch.Tensor,
@@ -110,11 +110,9 @@ def teacher_forced_logits(
 ) -> torch.Tensor:
     """The drafter's logits `[B, A, J, V_draft]` where the tokens before each draft are those of the text."""
     embeddings = drafter.bind(target)
-    mask = training_masks(drafter.config, anchors, torch.ones_like(input_ids))
     output = drafter(
-        **block_inputs(drafter.config, input_ids, anchors),
+        **drafting_inputs(drafter.config, input_ids, torch.ones_like(input_ids), anchors),
         context_features=context_features,
-        attention_mask=mask,
         embeddings=embeddings,
     )
     num_drafts = drafter.config.num_draft_tokens
@@ -128,7 +126,7 @@ def teacher_forced_logits(
 
 
 def _passing(
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     target: PreTrainedModel,
     logits: torch.Tensor,
     labels: torch.Tensor,

@@ -41,6 +41,8 @@ class DSparkCollator:
             raise ValueError(f"num_anchors is {num_anchors}; a row needs at least one block to learn from.")
         self.num_anchors = num_anchors
         self.num_drafts = config.num_draft_tokens
+        # An autoregressive drafter starts from the state before its anchor.
+        self.first_anchor = int(config.is_autoregressive)
         self.weights = position_weights(self.num_drafts, position_decay)
         self.seed = seed
         self.pad_token_id = pad_token_id
@@ -62,7 +64,8 @@ class DSparkCollator:
         for ids, mask in zip(input_ids, loss_masks, strict=True):
             if ids.shape != mask.shape:
                 raise ValueError(f"A row has {len(ids)} input_ids but {len(mask)} entries in loss_mask.")
-        anchors = stack_anchors([self._anchors(row, *pair) for row, *pair in zip(rows, input_ids, loss_masks)])
+        found = [self._anchors(row, *pair) for row, *pair in zip(rows, input_ids, loss_masks)]
+        anchors = stack_anchors([own[own >= self.first_anchor] for own in found])
         length = max(1, *(len(ids) for ids in input_ids))
         counted = counted_drafts(pad_rows(loss_masks, length), anchors, self.num_drafts)
         batch = {

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from ..configuration_dspark import DSparkConfig
+from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..masks import anchor_mask, anchor_mask_mod
-from ..modeling_dspark import DSparkDrafter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
 from .chat import encode_rows
@@ -35,7 +36,7 @@ logger = logging.get_logger(__name__)
 
 class DSparkTrainer(Trainer):
     """
-    Trains a [`DSparkDrafter`].
+    Trains a drafter of any kind: [`DSparkDrafter`] with or without heads, or [`Eagle3Drafter`].
 
     ```python
     >>> trainer = DSparkTrainer(  # doctest: +SKIP
@@ -45,7 +46,7 @@ class DSparkTrainer(Trainer):
     ```
 
     Args:
-        model (`DSparkDrafter`): The drafter. Weights in 16 bits are trained as float32 (steps smaller than their
+        model (`Drafter`): The drafter. Weights in 16 bits are trained as float32 (steps smaller than their
             rounding would be lost); `bf16=True` still computes in bfloat16.
         target (`PreTrainedModel`): The frozen target. It is neither trained nor saved; load it in bfloat16.
         args (`DSparkTrainingArguments`): Options.
@@ -63,7 +64,7 @@ class DSparkTrainer(Trainer):
 
     def __init__(
         self,
-        model: DSparkDrafter,
+        model: Drafter,
         target: PreTrainedModel,
         args: DSparkTrainingArguments | None = None,
         data_collator: DSparkCollator | None = None,
@@ -115,7 +116,7 @@ class DSparkTrainer(Trainer):
         self._set_signature_columns_if_needed()
         self.add_callback(_AnchorEpoch(data_collator))
 
-    def _bind(self, drafter: DSparkDrafter) -> None:
+    def _bind(self, drafter: Drafter) -> None:
         """What the drafter speaks through, and the law it is compared with."""
         self.embeddings = drafter.bind(self.target)
         embed_tokens, lm_head = target_embeddings(self.target)
@@ -129,7 +130,7 @@ class DSparkTrainer(Trainer):
         self._bind(self.model)  # The checkpoint may have brought another draft vocabulary.
 
     @staticmethod
-    def _collator(model: DSparkDrafter, args: DSparkTrainingArguments, seed: int) -> DSparkCollator:
+    def _collator(model: Drafter, args: DSparkTrainingArguments, seed: int) -> DSparkCollator:
         pad = model.config.pad_token_id
         return DSparkCollator(
             model.config, args.num_anchors, args.position_decay, seed, pad if isinstance(pad, int) else 0
@@ -193,9 +194,8 @@ class DSparkTrainer(Trainer):
         anchors = Anchors(inputs["anchor_positions"], inputs["keep_anchors"])
         objective = self._objective(inputs, anchors, num_items_in_batch)
         outputs = model(
-            **block_inputs(config, inputs["input_ids"], anchors),
+            **drafting_inputs(config, inputs["input_ids"], inputs["attention_mask"], anchors),
             context_features=inputs["context_features"],
-            attention_mask=training_masks(config, anchors, inputs["attention_mask"]),
             embeddings=self.embeddings,
             objective=objective,
         )
@@ -286,7 +286,7 @@ class DSparkTrainer(Trainer):
         if _internal_call or self.args.save_dtype is None or not self.args.should_save:
             return
         output_dir = output_dir or self.args.output_dir
-        saved = DSparkDrafter.from_pretrained(output_dir, dtype=getattr(torch, self.args.save_dtype))
+        saved = Drafter.from_pretrained(output_dir, dtype=getattr(torch, self.args.save_dtype))
         saved.save_pretrained(output_dir)
 
 
@@ -299,6 +299,18 @@ class _AnchorEpoch(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         if hasattr(self.collator, "set_epoch"):
             self.collator.set_epoch(int((state.epoch or 0) + 1e-6))
+
+
+def drafting_inputs(
+    config: DSparkConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor, anchors: Anchors
+) -> dict[str, Any]:
+    """What the `forward` of the drafter's kind takes of a batch, besides its features."""
+    if config.is_autoregressive:
+        return {"input_ids": input_ids, "anchor_positions": anchors.positions}
+    return {
+        **block_inputs(config, input_ids, anchors),
+        "attention_mask": training_masks(config, anchors, attention_mask),
+    }
 
 
 def block_inputs(config, input_ids: torch.Tensor, anchors: Anchors) -> dict[str, torch.Tensor]:
