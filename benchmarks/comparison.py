@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset
 from tqdm import tqdm
 from transformers.trainer_utils import get_last_checkpoint
 
-from dspark_hf import DSparkConfig, DSparkDrafter
+from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 from dspark_hf.evaluation.figures import COLORS, LINES, MARKERS
 from dspark_hf.evaluation.replay import replay
 from dspark_hf.evaluation.statistics import NUM_RESAMPLES, ratio_of_sums
@@ -79,24 +79,32 @@ VARIANTS = {variant.name: variant for variant in KINDS + BLOCKS + DEPTHS + SEEDS
 
 
 def new_drafter(variant: Variant, target, tokenizer, rows):
-    common = {
-        "num_hidden_layers": variant.layers,
-        "block_size": variant.block,
-        "target_layer_ids": TAPS,
-        "draft_vocab_size": DRAFT_VOCAB_SIZE,
-        "target_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    }
+    config = new_config(variant, target, tokenizer)
     torch.manual_seed(variant.seed)
-    head = {"markov_rank": 0, "enable_confidence_head": False}
-    if variant.kind != "dflash":
-        head = {"markov_rank": RANK, "markov_head_type": variant.kind.replace("markov", "vanilla")}
-    config = DSparkConfig.for_target(
-        target.config, mask_token_id=tokenizer.convert_tokens_to_ids(MASK_TOKEN), **common, **head
-    )
-    drafter = DSparkDrafter(config)
+    drafter = drafter_class(variant)(config)
     ids = select_draft_vocabulary(rows, config.vocab_size, DRAFT_VOCAB_SIZE, [tokenizer.eos_token_id])
     set_draft_vocabulary(drafter, ids)
     return drafter
+
+
+def new_config(variant: Variant, target, tokenizer) -> DSparkConfig:
+    common = {
+        "block_size": variant.block,
+        "target_layer_ids": TAPS,
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+        "mask_token_id": tokenizer.convert_tokens_to_ids(MASK_TOKEN),
+        "target_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    }
+    if variant.kind == "eagle3":
+        return Eagle3Config.for_target(target.config, **common)
+    head = {"markov_rank": 0, "enable_confidence_head": False}
+    if variant.kind != "dflash":
+        head = {"markov_rank": RANK, "markov_head_type": variant.kind.replace("markov", "vanilla")}
+    return DSparkConfig.for_target(target.config, num_hidden_layers=variant.layers, **common, **head)
+
+
+def drafter_class(variant: Variant):
+    return Eagle3Drafter if variant.kind == "eagle3" else DSparkDrafter
 
 
 def train(options):
@@ -110,7 +118,7 @@ def train(options):
 def train_one(variant: Variant, options, target, tokenizer, rows):
     folder = options.runs / variant.name
     checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
-    drafter = new_drafter(variant, target, tokenizer, rows) if checkpoint is None else load_drafter(checkpoint)
+    drafter = new_drafter(variant, target, tokenizer, rows) if checkpoint is None else load_drafter(variant, checkpoint)
     print(f"{variant.name}: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {len(rows)} rows")
     arguments = DSparkTrainingArguments(
         folder,
@@ -150,8 +158,8 @@ def train_one(variant: Variant, options, target, tokenizer, rows):
     (folder / "done.json").write_text(json.dumps(done))
 
 
-def load_drafter(folder):
-    return DSparkDrafter.from_pretrained(folder, dtype=torch.float32)
+def load_drafter(variant: Variant, folder, dtype: torch.dtype = torch.float32):
+    return drafter_class(variant).from_pretrained(folder, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------- answers, and replays
@@ -179,10 +187,11 @@ def answer(options):
 
 
 def follow(options):
-    """Every drafter along every answer."""
+    """Every drafter along every answer. Drafters run in bfloat16, as they were saved; the target's law is float32."""
     target, tokenizer = load_target(str(ensure_target()), dtype="float32")
     todo = [name for name in options.only or VARIANTS if (options.runs / name / "done.json").exists()]
-    drafters = {name: load_drafter(options.runs / name) for name in todo if not replays_file(options, name).exists()}
+    todo = [name for name in todo if not replays_file(options, name).exists()]
+    drafters = {name: load_drafter(VARIANTS[name], options.runs / name, torch.bfloat16) for name in todo}
     replays = {name: [] for name in drafters}
     for file in tqdm(sorted((options.runs / "answers").glob("*.jsonl"))) if drafters else []:
         task, _, mode = file.stem.rpartition("-")
