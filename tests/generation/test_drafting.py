@@ -18,7 +18,7 @@ GREEDY = {"do_sample": False}
 def generators(monkeypatch):
     """Every candidate generator made, with what it was given, in `seen`."""
     made, init = [], DSparkCandidateGenerator.__init__
-    observe, draft = DSparkCandidateGenerator.observe, DSparkCandidateGenerator.draft
+    observe, draft = DSparkCandidateGenerator.observe, DSparkCandidateGenerator._draft
 
     def spy_init(self, *args, **kwargs):
         init(self, *args, **kwargs)
@@ -29,13 +29,13 @@ def generators(monkeypatch):
         self.seen.append(context_features[0][None, : counts[0]])
         return observe(self, context_features, counts)
 
-    def spy_draft(self, input_ids, max_drafts):
+    def spy_draft(self, input_ids, *args):
         self.held.append((self.cache.lengths[0] + self.first_positions[0], input_ids[0].shape[1]))
-        return draft(self, input_ids, max_drafts)
+        return draft(self, input_ids, *args)
 
     monkeypatch.setattr(DSparkCandidateGenerator, "__init__", spy_init)
     monkeypatch.setattr(DSparkCandidateGenerator, "observe", spy_observe)
-    monkeypatch.setattr(DSparkCandidateGenerator, "draft", spy_draft)
+    monkeypatch.setattr(DSparkCandidateGenerator, "_draft", spy_draft)
     return made
 
 

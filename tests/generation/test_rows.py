@@ -277,7 +277,7 @@ def _recording(keep_rows, sizes):
 class CostTable:
     """Passes a second that fall slowly with the tokens of a pass."""
 
-    def table(self, max_tokens):
+    def table(self, max_tokens, num_rows):
         return 1.0 / (1.0 + 0.05 * np.arange(max_tokens + 1))
 
 

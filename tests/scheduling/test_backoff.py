@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dspark_hf.scheduling import DraftingBackoff, break_even_acceptance
+from dspark_hf.scheduling import DraftingBackoff, RowsBackoff, ThroughputCurve
 
 
 def run(backoff, accept, num_tokens, cost=0.5):
@@ -118,9 +118,44 @@ def test_start_forgets():
     assert backoff.should_draft()
 
 
-def test_break_even():
-    assert break_even_acceptance(plain_s=0.010, verify_s=0.012, drafting_s=0.003) == pytest.approx(0.5)
-    assert break_even_acceptance(plain_s=0.010, verify_s=0.009, drafting_s=0.0) == 0.0
+# ---------------------------------------------------------------------- several rows
+
+CURVE = ThroughputCurve([1, 2], [1.0, 1.05], drafting={1: 0.2})
+
+
+def decode(backoff, accept, num_rounds, num_rows=4, block=4):
+    """Drafts sent in each round by each row, `[num_rounds, num_rows]`; `accept` holds what each row accepts of a block."""
+    sent = []
+    for _ in range(num_rounds):
+        lengths = [block if wants else 0 for wants in backoff.wants_drafts(range(num_rows))]
+        backoff.observe(range(num_rows), lengths, [min(n, a) for n, a in zip(lengths, accept, strict=True)])
+        sent.append(lengths)
+    return sent
+
+
+def test_drafting_together_ends_when_no_row_profits():
+    sent = decode(RowsBackoff(CURVE, 4), [0, 0, 0, 0], 100)
+    assert sum(any(lengths) for lengths in sent) < 10
+    assert all(any(lengths) == all(lengths) for lengths in sent)
+
+
+def test_a_row_that_wastes_its_drafts_stops_sending_them_and_the_others_go_on():
+    sent = decode(RowsBackoff(CURVE, 4), [3, 3, 3, 0], 200)
+    assert all(all(lengths[:3]) for lengths in sent)
+    assert sum(bool(lengths[3]) for lengths in sent) < 60
+
+
+def test_many_rows_know_sooner_that_drafting_does_not_pay():
+    first = {n: decode(RowsBackoff(CURVE, n), [0] * n, 20, num_rows=n).index([0] * n) for n in (1, 16)}
+    assert first[16] < first[1]
+
+
+def test_a_round_costs_its_drafting_and_the_longer_pass():
+    curve = ThroughputCurve([1, 2, 9], [1.0, 1.1, 1.8], drafting={1: 0.3, 2: 0.4})
+    assert curve.round_cost(num_rows=1, num_drafts=8) == pytest.approx(1.1)
+    assert curve.round_cost(num_rows=2, num_drafts=7) == pytest.approx((1.8 + 0.4) / 1.1 - 1)
+    assert curve.pass_cost(num_rows=1, num_drafts=0) == 0.0
+    assert curve.drafting_seconds(4) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..draft_cache import DraftCache
-from ..modeling_dspark import DSparkDrafter
+from ..drafter import Drafter
 from ..sampling import drafting_law, draw
-from ..scheduling import FixedLength, VerifyScheduler, calibrated_confidence
+from ..scheduling import FixedLength, RowsBackoff, VerifyScheduler, calibrated_confidence
 from .logits_process import DraftWarper, SequentialHeadLogitsProcessor, drafting_processors
+
+_MAX_PENDING = 256  # Rounds whose features are kept before they are projected.
 
 
 class Draft(NamedTuple):
@@ -25,12 +27,14 @@ class Draft(NamedTuple):
         probs: The law each was drawn from, over the target's vocabulary, `[B, G, V]`; `None` for greedy drafts.
         confidence: `c_k` of each slot, `[B, G]`; `None` without a confidence head or when nobody asks.
         lengths: Leading drafts of each row that the schedule sends to the target.
+        wanted: Which rows were to draft at all: drafting pauses where it does not pay. Empty for all.
     """
 
     ids: torch.LongTensor
     probs: torch.Tensor | None
     confidence: torch.Tensor | None
     lengths: list[int]
+    wanted: Sequence[bool] = ()
 
     def of_row(self, row: int) -> Draft:
         """What is sent to the target for one row, `[1, lengths[row]]`."""
@@ -40,12 +44,13 @@ class Draft(NamedTuple):
             None if self.probs is None else self.probs[row : row + 1, :length],
             None if self.confidence is None else self.confidence[row : row + 1],
             [length],
+            self.wanted[row : row + 1],
         )
 
 
-def no_draft(num_rows: int = 1) -> Draft:
+def no_draft(num_rows: int = 1, wanted: Sequence[bool] = ()) -> Draft:
     """A draft of nothing: the round is a step of plain decoding."""
-    return Draft(torch.zeros(num_rows, 0, dtype=torch.long), None, None, [0] * num_rows)  # type: ignore[arg-type]
+    return Draft(torch.zeros(num_rows, 0, dtype=torch.long), None, None, [0] * num_rows, wanted)  # type: ignore[arg-type]
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -59,6 +64,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         do_sample: Whether drafts are drawn or the most likely ones.
         num_draft_tokens: Drafts a round, at most what a block gives.
         scheduler: Decides how many of a row's drafts are verified; all by default.
+        backoff: Decides, from earlier rounds, which rows draft at all; all by default.
         want_confidence: Compute confidences even when the scheduler does not need them.
     """
 
@@ -66,13 +72,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def __init__(
         self,
-        drafter: DSparkDrafter,
+        drafter: Drafter,
         target: PreTrainedModel,
         logits_processors: Sequence[LogitsProcessorList] = (LogitsProcessorList(),),
         *,
         do_sample: bool = False,
         num_draft_tokens: int | None = None,
         scheduler: VerifyScheduler | None = None,
+        backoff: RowsBackoff | None = None,
         want_confidence: bool = False,
     ):
         self.drafter = drafter
@@ -82,6 +89,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.num_draft_tokens = drafter.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self.scheduler = scheduler if scheduler is not None else FixedLength()
         self.scheduler.start()
+        self.backoff = backoff
         self.wants_confidence = drafter.confidence_head is not None and (
             want_confidence or self.scheduler.needs_confidence
         )
@@ -90,19 +98,42 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.cache = DraftCache(len(drafter.layers), num_rows)
         # Context starts later than position 0 when the target's cache holds tokens that the drafter cannot know.
         self.first_positions = [0] * num_rows
+        self._lengths: list[int] | None = None  # Drafts of each row in the round at hand.
+        self._pending: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]  # Features not projected yet.
         self._head = SequentialHeadLogitsProcessor(drafter.markov_head) if drafter.markov_head else None
 
     def observe(self, context_features: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """
         Takes in the features of tokens that are final: of the prompt, then of what each round committed.
 
+        While drafting pauses they are only kept, and projected together once they are needed.
+
         Args:
             context_features: Of each row its tapped hidden states, `[T_row, m * D_target]`.
             counts: How many of them, from the first, are final.
         """
-        rows = [row[:count].to(self.drafter.device) for row, count in zip(context_features, counts, strict=True)]
+        if self.backoff is not None and self._lengths is not None:
+            self.backoff.observe(self.rows, self._lengths, [count - 1 for count in counts])
+        self._lengths = None
+        for pending, row, count in zip(self._pending, context_features, counts, strict=True):
+            pending.append(row[:count])
+        if any(self._wanted()) or len(self._pending[0]) >= _MAX_PENDING:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Projects the features that are still waiting for it."""
+        rows = [torch.cat(pending).to(self.drafter.device) for pending in self._pending if pending]
+        if not rows:
+            return
+        counts = [len(row) for row in rows]
         features = rows[0][None] if len(rows) == 1 else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        self.drafter.extend_cache(self.cache, features, self._next_positions(features.shape[1]), list(counts))
+        self.drafter.extend_cache(self.cache, features, self._next_positions(features.shape[1]), counts)
+        self._pending = [[] for _ in rows]
+
+    def settle(self, input_ids: Sequence[torch.LongTensor]) -> DraftCache:
+        """The draft cache over all tokens of each row `[1, L_row]` but the last, for whoever goes on from there."""
+        self.catch_up()
+        return self.cache
 
     def observe_prompt(self, context_features: torch.Tensor, attended: torch.BoolTensor | None) -> None:
         """
@@ -124,6 +155,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.rows = [self.rows[row] for row in rows]
         self.first_positions = [self.first_positions[row] for row in rows]
         self.logits_processors = [self.logits_processors[row] for row in rows]
+        self._pending = [self._pending[row] for row in rows]
 
     def draft(self, input_ids: Sequence[torch.LongTensor], max_drafts: Sequence[int]) -> Draft:
         """
@@ -133,16 +165,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
             input_ids: For each row all tokens so far, the anchor last, `[1, L_row]`.
             max_drafts: For each row how many drafts are of use at most.
         """
+        wanted = self._wanted()
+        max_drafts = [length if wants else 0 for length, wants in zip(max_drafts, wanted, strict=True)]
         num_drafts = min(self.num_draft_tokens, max(max_drafts))
         if num_drafts <= 0:
-            return no_draft(len(input_ids))
-        input_ids = [ids.to(self.drafter.device) for ids in input_ids]  # type: ignore[misc]
-        anchor_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
-        hidden_states = self._block_hidden_states(anchor_ids, num_drafts)  # [B, G, D]
-        base_logits = self.drafter.base_logits(hidden_states, self.embeddings)  # [B, G, V_draft]
-        if self._head is not None:
-            self._head.begin_block(hidden_states)
-        return self._sequential_stage(input_ids, hidden_states, base_logits, max_drafts)
+            draft = no_draft(len(input_ids), wanted)
+        else:
+            draft = self._draft(input_ids, num_drafts, max_drafts)._replace(wanted=wanted)
+        self._lengths = draft.lengths
+        return draft
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """
@@ -159,6 +190,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Nothing to adapt: draft lengths come from the settings and the confidence of each round."""
 
     # ------------------------------------------------------------------ stages
+
+    def _wanted(self) -> list[bool]:
+        """Which rows draft in the coming round."""
+        return [True] * len(self.rows) if self.backoff is None else self.backoff.wants_drafts(self.rows)
+
+    def _draft(self, input_ids: Sequence[torch.LongTensor], num_drafts: int, max_drafts: Sequence[int]) -> Draft:
+        """One block, its drafts drawn and scheduled."""
+        input_ids = [ids.to(self.drafter.device) for ids in input_ids]  # type: ignore[misc]
+        anchor_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
+        hidden_states = self._block_hidden_states(anchor_ids, num_drafts)  # [B, G, D]
+        base_logits = self.drafter.base_logits(hidden_states, self.embeddings)  # [B, G, V_draft]
+        if self._head is not None:
+            self._head.begin_block(hidden_states)
+        return self._sequential_stage(input_ids, hidden_states, base_logits, max_drafts)
 
     def _next_positions(self, num_tokens: int) -> torch.LongTensor:
         """Absolute positions of the `num_tokens` tokens after each row's context, `[B, num_tokens]`."""

@@ -16,14 +16,15 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..modeling_dspark import DSparkDrafter
+from ..drafter import Drafter
 from ..scheduling import VerifyScheduler
 from .candidate_generator import DSparkCandidateGenerator, no_draft
 from .context_memory import prepare_context, remember
+from .eagle3_candidate_generator import generator_of
 from .logits_process import processors_for_row
 from .output import Output, assemble
 from .registration import is_callers_cache, pad_token_of, unwrap_drafter
-from .requirements import check_call, draft_settings
+from .requirements import backoff_of, check_call, draft_settings
 from .rows_target_pass import RowsTargetPass, states_of_row
 from .target_pass import TargetPass
 from .telemetry import Round, current_recorder
@@ -37,11 +38,12 @@ def dspark_generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    drafter: DSparkDrafter | None = None,
+    drafter: Drafter | None = None,
     streamer: BaseStreamer | None = None,
     num_assistant_tokens: int | None = None,
     assistant_confidence_threshold: float | None = None,
-    verify_scheduler: VerifyScheduler | None = None,
+    verify_scheduler: VerifyScheduler | str | None = None,
+    drafting_backoff: bool | None = None,
     **model_kwargs: Any,
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
     """
@@ -63,7 +65,8 @@ def dspark_generate(
         streamer: Gets each committed token, as in plain `generate`.
         num_assistant_tokens: Drafts a round; the drafter's `generation_config` by default.
         assistant_confidence_threshold: A round's drafts end before the first slot less confident than this.
-        verify_scheduler: Decides instead how many of each row's drafts are verified.
+        verify_scheduler: Decides instead how many of each row's drafts are verified: an object or the name of one.
+        drafting_backoff: Whether drafting pauses while it does not pay; on by default.
 
     Returns:
         What plain `generate` would return: token ids `[B, L]`, or a `GenerateDecoderOnlyOutput`.
@@ -75,20 +78,21 @@ def dspark_generate(
     try:
         base = unwrap_drafter(drafter)
         if base is None:
-            raise ValueError(f"drafter= must be a DSparkDrafter, got {type(drafter).__name__}.")
+            raise ValueError(f"drafter= must be a DSparkDrafter or Eagle3Drafter, got {type(drafter).__name__}.")
         check_call(model, input_ids, generation_config)
         num_drafts, scheduler = draft_settings(
-            base, num_assistant_tokens, assistant_confidence_threshold, verify_scheduler
+            base, model, num_assistant_tokens, assistant_confidence_threshold, verify_scheduler
         )
         num_rows, do_sample, recorder = len(input_ids), bool(generation_config.do_sample), current_recorder()
         processors = [processors_for_row(logits_processor, row, num_rows) for row in range(num_rows)]
-        generator = DSparkCandidateGenerator(
+        generator = generator_of(base)(
             base,
             model,
             processors,
             do_sample=do_sample,
             num_draft_tokens=num_drafts,
             scheduler=scheduler,
+            backoff=backoff_of(base, model, scheduler, num_rows, drafting_backoff),
             want_confidence=recorder is not None,
         )
         prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
@@ -135,7 +139,8 @@ def dspark_generate(
                 recorder.add(records, [*clock, time.perf_counter()])
             rows = drop_finished(rows, outputs, generator, target)
         if num_rows == 1 and outputs[0].ids.shape[1] == prompt.past_length + 1:  # The ids are those of the whole cache.
-            remember(prompt.cache, base, outputs[0].ids[:, :-1], generator.cache)  # type: ignore[arg-type]
+            ids = outputs[0].ids
+            remember(prompt.cache, base, ids[:, :-1], generator.settle([ids]))  # type: ignore[arg-type]
         return assemble(outputs, pad_token_of(generation_config), target.finish())
     finally:
         if prompt is not None:

@@ -17,12 +17,12 @@ import transformers
 from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 from transformers.generation import StoppingCriteriaList
 
-from ..modeling_dspark import DSparkDrafter
+from ..drafter import Drafter
 
 _ORIGINAL = "_dspark_hf_original"
 
 # Taken from the call, its generation configuration or the drafter's, in this order.
-DRAFT_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold", "verify_scheduler")
+DRAFT_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold", "verify_scheduler", "drafting_backoff")
 
 # transformers 5.24 renamed the cache argument of models and the field of their outputs.
 CACHE_KEY = (
@@ -62,21 +62,21 @@ def unregister() -> None:
         GenerationMixin.generate = original  # type: ignore[method-assign]
 
 
-def unwrap_drafter(model: Any) -> DSparkDrafter | None:
+def unwrap_drafter(model: Any) -> Drafter | None:
     """
     The drafter behind `model`, which may be wrapped by PEFT; `None` when it is none.
 
     Raises:
         ValueError: for what `torch.compile(drafter)` returns, through which neither side would run compiled.
     """
-    if isinstance(getattr(model, "_orig_mod", None), DSparkDrafter):
+    if isinstance(getattr(model, "_orig_mod", None), Drafter):
         raise ValueError("torch.compile(drafter) wraps the drafter away from generate: call drafter.compile() instead.")
-    if not isinstance(model, DSparkDrafter) and hasattr(model, "get_base_model"):
+    if not isinstance(model, Drafter) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    return model if isinstance(model, DSparkDrafter) else None
+    return model if isinstance(model, Drafter) else None
 
 
-def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> DSparkDrafter | None:
+def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> Drafter | None:
     from .loop import dspark_generate
 
     if kwargs.get("custom_generate") is dspark_generate and kwargs.get("drafter") is not None:
@@ -87,7 +87,7 @@ def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> DSpark
     return unwrap_drafter(assistant)
 
 
-def _generate_with_drafter(generate, target, drafter: DSparkDrafter, args: tuple, kwargs: dict[str, Any]):
+def _generate_with_drafter(generate, target, drafter: Drafter, args: tuple, kwargs: dict[str, Any]):
     from .loop import dspark_generate
 
     call = inspect.signature(generate).bind(target, *args, **kwargs).arguments

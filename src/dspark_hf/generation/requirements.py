@@ -6,8 +6,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling_dspark import DSparkDrafter
-from ..scheduling import ConfidenceThreshold, FixedLength, VerifyScheduler
+from ..drafter import Drafter
+from ..scheduling import (
+    ConfidenceThreshold,
+    FixedLength,
+    RowsBackoff,
+    ThroughputCurve,
+    VerifyScheduler,
+    build_scheduler,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -49,13 +56,18 @@ def check_call(model: PreTrainedModel, input_ids: torch.LongTensor, generation_c
 
 
 def draft_settings(
-    drafter: DSparkDrafter, num_drafts: int | None, threshold: float | None, scheduler: VerifyScheduler | None
+    drafter: Drafter,
+    target: PreTrainedModel,
+    num_drafts: int | None,
+    threshold: float | None,
+    scheduler: VerifyScheduler | str | None,
 ) -> tuple[int, VerifyScheduler]:
     """
     Drafts a round and who decides how many are verified: the call's settings, else those of `drafter.generation_config`.
 
     Raises:
-        ValueError: for more drafts than a block gives, a threshold that is no probability, or two ways to decide.
+        ValueError: for more drafts than a block gives, a threshold that is no probability, two ways to decide, or a
+            scheduler by name that there is not or whose curve is missing.
     """
     config, settings = drafter.config, drafter.generation_config
     if num_drafts is None:
@@ -68,12 +80,16 @@ def draft_settings(
             f"(block_size={config.block_size}, sample_from_anchor={config.sample_from_anchor}). Beyond what it was trained for, "
             "every slot's acceptance collapses."
         )
-    if threshold and scheduler is not None:
+    if threshold and scheduler not in (None, "threshold"):
         raise ValueError(
             "Pass either assistant_confidence_threshold= or verify_scheduler=: both decide the verify length."
         )
     if threshold is None and scheduler is None:
         threshold, scheduler = settings.assistant_confidence_threshold, getattr(settings, "verify_scheduler", None)
+    if isinstance(scheduler, str):
+        if scheduler == "threshold" and threshold is None:
+            threshold = settings.assistant_confidence_threshold
+        scheduler = build_scheduler(scheduler, threshold=threshold or 0.0, curve=curve_of(drafter, target))
     if scheduler is not None:
         return num_drafts, scheduler
     if not 0.0 <= (threshold or 0.0) <= 1.0:
@@ -84,6 +100,57 @@ def draft_settings(
         )
         threshold = 0.0
     return num_drafts, ConfidenceThreshold(threshold) if threshold else FixedLength()
+
+
+def curve_of(drafter: Drafter, target: PreTrainedModel) -> ThroughputCurve | None:
+    """The throughput curve that the drafter brings, where it was measured on this target and device."""
+    curve = getattr(drafter, "throughput_curve", None)
+    if curve is None:
+        return None
+    try:
+        curve.check(target)
+    except ValueError as error:
+        logger.warning_once(f"The drafter's throughput curve is not used. {error}")
+        return None
+    return curve
+
+
+def backoff_of(
+    drafter: Drafter, target: PreTrainedModel, scheduler: VerifyScheduler, num_rows: int, is_on: bool | None
+) -> RowsBackoff | None:
+    """
+    What decides when drafting pauses; `None` where that is switched off. Costs are those of the scheduler's curve, else of
+    the drafter's, else assumed: both models by their size, further tokens by the kind of device.
+
+    Args:
+        drafter, target, scheduler: Of the call.
+        num_rows: Rows of the call.
+        is_on: As given in the call; the drafter's `generation_config` counts by default.
+    """
+    if is_on is None:
+        is_on = getattr(drafter.generation_config, "drafting_backoff", None)
+    if is_on is False:
+        return None
+    costs = getattr(scheduler, "curve", None)
+    if not hasattr(costs, "round_cost"):
+        costs = curve_of(drafter, target)
+    if costs is None:
+        costs = ThroughputCurve.assumed(_relative_size(drafter, target), target.device.type != "cpu")
+    return RowsBackoff(costs, num_rows)
+
+
+def _relative_size(drafter: Drafter, target: PreTrainedModel) -> float:
+    """Weights read to draft a block over those read for a pass of the target."""
+    # A lookup in an embedding reads next to nothing, but tied weights are read by the LM head.
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    lookups = [] if getattr(embedding, "weight", None) is getattr(head, "weight", None) else [embedding]
+    own = _num_weights(drafter) - sum(_num_weights(m) for m in (drafter.embed_tokens, drafter.lm_head) if m is not None)
+    own += drafter.config.logits_size * drafter.config.hidden_size
+    return own / max(_num_weights(target) - sum(_num_weights(module) for module in lookups), 1)
+
+
+def _num_weights(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _refuse_virtual_tokens(model: PreTrainedModel) -> None:

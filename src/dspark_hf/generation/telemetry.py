@@ -30,6 +30,7 @@ class Round:
         drafting_s, verifying_s, elsewhere_s: Wall-clock seconds in the drafter, in the target's pass, in all else; the
             rows of a batch share them equally.
         row: Row of the batch.
+        skipped: Whether drafting paused because it had not paid: a step of plain decoding.
     """
 
     drafted: int
@@ -41,6 +42,7 @@ class Round:
     verifying_s: float = 0.0
     elsewhere_s: float = 0.0
     row: int = 0
+    skipped: bool = False
 
     @classmethod
     def of(cls, row: int, drafted: int, draft: Draft, choice: TokenChoice, committed: int) -> Round:
@@ -55,13 +57,15 @@ class Round:
             committed: Tokens added to the output.
         """
         ended_in_drafts = committed <= choice.num_accepted
+        skipped = not all(draft.wanted)
         return cls(
-            drafted=drafted,
+            drafted=0 if skipped else drafted,
             verified=committed if ended_in_drafts else choice.num_slots - 1,
             accepted=min(choice.num_accepted, committed),
             committed=committed,
             confidence=[] if draft.confidence is None else draft.confidence[0].tolist(),
             row=row,
+            skipped=skipped,
         )
 
 

@@ -1,6 +1,6 @@
 """How many drafts to verify: calibrated confidence, the measured cost of a pass, and the schedulers that weigh the two."""
 
-from .backoff import DraftingBackoff, break_even_acceptance
+from .backoff import DraftingBackoff, RowsBackoff
 from .calibration import Calibration, ConfidenceRounds, fit_temperatures, measure_calibration, weighted_mean
 from .plots import plot_curve, plot_reliability
 from .reliability import Reliability, ReliabilityBin, measure_reliability
@@ -24,10 +24,10 @@ __all__ = [
     "FixedLength",
     "Reliability",
     "ReliabilityBin",
+    "RowsBackoff",
     "ThroughputCurve",
     "ThroughputScheduler",
     "VerifyScheduler",
-    "break_even_acceptance",
     "build_scheduler",
     "calibrated_confidence",
     "confident_lengths",

@@ -6,6 +6,9 @@ decides before, from earlier rounds only, which keeps the output law exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 
 class DraftingBackoff:
     """
@@ -94,13 +97,57 @@ class DraftingBackoff:
         self._next_pause = min(2 * self._next_pause, self.longest_pause)
 
 
-def break_even_acceptance(plain_s: float, verify_s: float, drafting_s: float) -> float:
+class RoundCosts(Protocol):
+    """What [`RowsBackoff`] asks of a [`ThroughputCurve`]."""
+
+    def round_cost(self, num_rows: int, num_drafts: int) -> float:
+        """Time of a round beyond that of a plain one, in plain passes, when `num_rows` rows send `num_drafts` in all."""
+
+    def pass_cost(self, num_rows: int, num_drafts: int) -> float:
+        """The same without the time of drafting."""
+
+
+class RowsBackoff:
     """
-    Accepted drafts a round must bring to be as fast as plain decoding.
+    Back-off for rows that are decoded together.
+
+    Drafting costs the same however many rows use it, so one account over all rows decides whether there is any in a round.
+    Its mean acceptance is known the sooner the more rows there are, and so it is the less patient. An account for each
+    row, of its own drafts and their share of the target's pass, decides whether the row sends any.
 
     Args:
-        plain_s: Seconds of a target pass over one token a row.
-        verify_s: Seconds of a target pass over the anchors and their drafts.
-        drafting_s: Seconds of drafting.
+        costs: Such as a [`ThroughputCurve`].
+        num_rows: Rows at the start.
     """
-    return max(0.0, (drafting_s + verify_s) / plain_s - 1)
+
+    def __init__(self, costs: RoundCosts, num_rows: int):
+        self._costs = costs
+        self._together = DraftingBackoff(patience=2.0 / num_rows**0.5)
+        # With one row, the account over all is its own.
+        self._rows = [DraftingBackoff() for _ in range(num_rows)] if num_rows > 1 else []
+
+    def wants_drafts(self, rows: Sequence[int]) -> list[bool]:
+        """Which of these rows should draft in the coming round, `[R]`; none is a round without drafting."""
+        if not self._together.should_draft():
+            return [False] * len(rows)
+        return [not self._rows or self._rows[row].should_draft() for row in rows]
+
+    def observe(self, rows: Sequence[int], num_verified: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """
+        Takes in one round; to be called after each, drafted or not.
+
+        Args:
+            rows: The rows decoded in it, `[R]`.
+            num_verified, num_accepted: Drafts that each sent to the target, and of those the ones that passed, `[R]`.
+        """
+        wanted, total = self.wants_drafts(rows), sum(num_verified)
+        if any(wanted):
+            cost = self._costs.round_cost(len(rows), total)
+            self._together.observe(sum(num_accepted) / len(rows), 1, cost)
+        else:
+            self._together.observe(0, 0)
+        if not self._rows:
+            return
+        draft_cost = self._costs.pass_cost(len(rows), total) * len(rows) / max(total, 1)
+        for row, drafted, verified, accepted in zip(rows, wanted, num_verified, num_accepted, strict=True):
+            self._rows[row].observe(accepted, int(drafted), verified * draft_cost)

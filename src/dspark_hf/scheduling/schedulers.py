@@ -20,8 +20,14 @@ from .survival import confident_lengths
 class CostTable(Protocol):
     """What the throughput schedulers ask of a [`ThroughputCurve`]."""
 
-    def table(self, max_tokens: int) -> np.ndarray:
-        """Target passes a second at index `B` tokens a pass, `[max_tokens + 1]`; index 0 is unused."""
+    def table(self, max_tokens: int, num_rows: int) -> np.ndarray:
+        """
+        Rounds a second with `B` tokens in the target's pass at index `B`, `[max_tokens + 1]`; index 0 is unused.
+
+        Args:
+            max_tokens: The highest index needed.
+            num_rows: Rows that were drafted for.
+        """
 
 
 class VerifyScheduler:
@@ -166,7 +172,7 @@ class ThroughputScheduler(VerifyScheduler):
         return count_until_no_gain(self._throughputs(ranking, len(row_ids)))
 
     def _throughputs(self, ranking: Ranking, num_rows: int) -> np.ndarray:
-        return throughputs(ranking, num_rows, self.curve.table(num_rows + len(ranking.rows)))
+        return throughputs(ranking, num_rows, self.curve.table(num_rows + len(ranking.rows), num_rows))
 
 
 class _PastRound(NamedTuple):

@@ -49,12 +49,20 @@ class ThroughputCurve:
         token_counts: Tokens a pass, strictly rising, `[N]`.
         pass_s: Seconds as measured, `[N]`.
         measured_on: What they were measured on.
+        drafting: Seconds that drafting adds to a round, by the number of rows drafted for. Without it, drafting counts as
+            free.
 
     Raises:
         ValueError: for numbers that are no such measurements.
     """
 
-    def __init__(self, token_counts: Sequence[int], pass_s: Sequence[float], measured_on: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        token_counts: Sequence[int],
+        pass_s: Sequence[float],
+        measured_on: dict[str, Any] | None = None,
+        drafting: Mapping[int, float] | None = None,
+    ):
         counts, seconds = np.asarray(token_counts, dtype=np.int64), np.asarray(pass_s, dtype=np.float64)
         if not len(counts) or len(counts) != len(seconds) or counts[0] < 1 or (np.diff(counts) <= 0).any():
             raise ValueError(
@@ -67,7 +75,20 @@ class ThroughputCurve:
         self.measured_s = seconds
         self.pass_s = never_falling(seconds)
         self.measured_on = measured_on or {}
-        self._table = np.empty(0)
+        self.drafting = {int(rows): float(drafting[rows]) for rows in sorted(drafting or {}, key=int)}  # type: ignore[index]
+        self._tables: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def assumed(cls, drafting: float, is_accelerated: bool) -> ThroughputCurve:
+        """
+        A guess for where nothing was measured; the unit of time is a pass over one token.
+
+        Args:
+            drafting: What drafting for one row takes.
+            is_accelerated: On an accelerator further tokens are nearly free, since a pass is spent on reading weights. On
+                a CPU they are not.
+        """
+        return cls([1, 2], [1.0, 1.005 if is_accelerated else 1.07], {"assumed": True}, {1: drafting})
 
     @classmethod
     def from_steps_per_second(cls, steps_per_second: Mapping[int, float]) -> ThroughputCurve:
@@ -87,11 +108,45 @@ class ThroughputCurve:
         """`SPS(B)`: passes a second over each of `num_tokens` tokens, of the same shape."""
         return 1 / self.seconds(num_tokens)
 
-    def table(self, max_tokens: int) -> np.ndarray:
-        """`SPS(B)` at index `B`, for at least `B = 0 .. max_tokens`. Not to be written to."""
-        if len(self._table) <= max_tokens:
-            self._table = self.steps_per_second(np.arange(2 * max_tokens + 1))
-        return self._table
+    def drafting_seconds(self, num_rows: int) -> float:
+        """Seconds that drafting adds to a round of `num_rows` rows: interpolated, and beyond the measured rows in proportion."""
+        if not self.drafting:
+            return 0.0
+        rows, seconds = list(self.drafting), list(self.drafting.values())
+        return float(np.interp(num_rows, rows, seconds)) * max(1.0, num_rows / rows[-1])
+
+    def round_cost(self, num_rows: int, num_drafts: int) -> float:
+        """
+        Time of a drafted round beyond that of a plain one, in plain passes: the drafts that have to pass, of each row on
+        average, for the round to pay.
+
+        Args:
+            num_rows: Rows decoded together.
+            num_drafts: Drafts that all of them send to the target.
+        """
+        return self.pass_cost(num_rows, num_drafts) + self.drafting_seconds(num_rows) / float(self.seconds(num_rows))
+
+    def pass_cost(self, num_rows: int, num_drafts: int) -> float:
+        """The part of [`~ThroughputCurve.round_cost`] that is the target's."""
+        return float(self.seconds(num_rows + num_drafts) / self.seconds(num_rows)) - 1
+
+    def table(self, max_tokens: int, num_rows: int = 0) -> np.ndarray:
+        """
+        Rounds a second with `B` tokens in the target's pass at index `B`, for at least `B = 0 .. max_tokens`. Not to be
+        written to.
+
+        Args:
+            max_tokens: The highest index needed.
+            num_rows: Rows that were drafted for, whose drafting the time of the round includes. That time is spent whatever
+                is verified, which makes each further draft worth more. With 0 it is `SPS(B)`.
+        """
+        table = self._tables.get(num_rows)
+        if table is None or len(table) <= max_tokens:
+            seconds = self.seconds(np.arange(2 * max_tokens + 1)) + (
+                self.drafting_seconds(num_rows) if num_rows else 0.0
+            )
+            table = self._tables[num_rows] = 1 / seconds
+        return table
 
     def with_overhead(self, seconds: float) -> ThroughputCurve:
         """
@@ -101,7 +156,7 @@ class ThroughputCurve:
         spent anyway makes each further draft worth more.
         """
         measured_on = self.measured_on | {"overhead_s": self.measured_on.get("overhead_s", 0.0) + seconds}
-        return type(self)(self.token_counts.tolist(), (self.measured_s + seconds).tolist(), measured_on)
+        return type(self)(self.token_counts.tolist(), (self.measured_s + seconds).tolist(), measured_on, self.drafting)
 
     def _last_slope(self) -> float:
         if len(self.token_counts) < 2:
@@ -118,12 +173,15 @@ class ThroughputCurve:
         return {
             "token_counts": self.token_counts.tolist(),
             "pass_s": self.measured_s.tolist(),
+            "drafting": {str(rows): seconds for rows, seconds in self.drafting.items()},
             "measured_on": self.measured_on,
         }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ThroughputCurve:
-        return cls(fields["token_counts"], fields["pass_s"], dict(fields.get("measured_on") or {}))
+        return cls(
+            fields["token_counts"], fields["pass_s"], dict(fields.get("measured_on") or {}), fields.get("drafting")
+        )
 
     @classmethod
     def load(cls, path: str | PathLike[str], target: Any = None) -> ThroughputCurve:
