@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from dspark_hf import DSparkConfig, DSparkDrafter
+from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 
 VOCAB_SIZE = 128
 HIDDEN_SIZE = 32
@@ -209,6 +209,37 @@ def perfect_drafter(target: PreTrainedModel, block_size: int = BLOCK_SIZE, **fie
         if drafter.confidence_head is not None:
             drafter.confidence_head.proj.weight.zero_()
             drafter.confidence_head.proj.bias.fill_(4.6)
+    return drafter
+
+
+def eagle3_drafter(target: PreTrainedModel, seed: int = 0, **fields: Any) -> Eagle3Drafter:
+    """An EAGLE-3 drafter that has learnt nothing; `fields` are those of `Eagle3Config.for_target`."""
+    config = Eagle3Config.for_target(target.config, **({"block_size": BLOCK_SIZE, "initializer_range": 0.4} | fields))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = Eagle3Drafter(config)
+    return drafter.eval()
+
+
+def perfect_eagle3_drafter(target: PreTrainedModel, **fields: Any) -> Eagle3Drafter:
+    """
+    An EAGLE-3 drafter whose law is exactly that of a [`bigram`] target.
+
+    Its attention sees nothing but its own step (queries and keys are one constant, so that their score has a sharp peak
+    at distance 0), and the value there is the token's normed embedding less the normed state: that takes the old state off
+    the residual stream and leaves the token's.
+    """
+    own = {"qk_norm": False, "attention_bias": True, "num_key_value_heads": target.config.num_attention_heads}
+    drafter = eagle3_drafter(target, **(own | fields))
+    attention, size = drafter.layers[0].self_attn, target.config.hidden_size
+    with torch.no_grad():
+        for parameter in (*attention.parameters(), *drafter.layers[0].mlp.parameters(), *drafter.fc.parameters()):
+            parameter.zero_()
+        attention.q_proj.bias.fill_(20.0)
+        attention.k_proj.bias.fill_(20.0)
+        attention.v_proj.weight.copy_(torch.cat([torch.eye(size), -torch.eye(size)], dim=1))
+        attention.o_proj.weight.copy_(torch.eye(size))
+        drafter.norm.weight.copy_(target.get_decoder().norm.weight)
     return drafter
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache
 
 from ..draft_cache import DraftCache
-from ..modeling_dspark import DSparkDrafter
+from ..drafter import Drafter
 from .candidate_generator import DSparkCandidateGenerator
 from .target_pass import TargetPass
 
@@ -21,12 +21,12 @@ from .target_pass import TargetPass
 _memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref, torch.Tensor, DraftCache]] = weakref.WeakKeyDictionary()
 
 
-def remember(cache: Cache, drafter: DSparkDrafter, token_ids: torch.LongTensor, draft_cache: DraftCache) -> None:
+def remember(cache: Cache, drafter: Drafter, token_ids: torch.LongTensor, draft_cache: DraftCache) -> None:
     """Keeps the draft cache of a finished call of one row for the next with the same target cache; `token_ids` `[1, T]`."""
     _memories[cache] = (weakref.ref(drafter), token_ids.clone(), draft_cache)
 
 
-def recall(cache: Cache, drafter: DSparkDrafter, token_ids: torch.LongTensor) -> DraftCache | None:
+def recall(cache: Cache, drafter: Drafter, token_ids: torch.LongTensor) -> DraftCache | None:
     """The draft cache over exactly `token_ids` `[1, T]`, if an earlier call with this target cache left one."""
     owner, known_ids, draft_cache = _memories.pop(cache, (None, None, None))
     if owner is None or owner() is not drafter or known_ids is None or draft_cache is None:
