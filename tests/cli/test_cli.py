@@ -163,23 +163,12 @@ def test_wrong_usage_is_exit_code_2(folders, prompts, tmp_path, arguments, messa
 
 def test_chat_answers_turn_by_turn_in_plain_text(folders):
     lines = "Hi\nWhy?\n/plain\nMore\n/help\n/clear\nHi\n/quit\nnever read\n"
-    result = invoke(
-        "chat",
-        "--target",
-        folders.target,
-        "--drafter",
-        folders.perfect,
-        "--max-new-tokens",
-        12,
-        "--device",
-        "cpu",
-        input=lines,
-    )
+    result = chat(folders, lines)
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.output
     assert result.stderr.count("tokens/s") == 4
     assert result.stderr.count("% of drafts accepted") == 2  # The drafter stays off after /plain.
-    assert "drafter off" in result.stderr and "/quit ends" in result.stderr
+    assert "drafter off" in result.stderr and "/quit or Ctrl-D ends" in result.stderr
     # The same question after /clear: greedy, so the same answer.
     alone = chat(folders, "Hi\n").stdout
     assert alone and result.stdout.startswith(alone) and result.stdout.endswith(alone)
@@ -188,29 +177,6 @@ def test_chat_answers_turn_by_turn_in_plain_text(folders):
 def test_chat_ends_with_its_input(folders):
     result = chat(folders, "")
     assert result.exit_code == 0
-
-
-def test_a_live_answer_shows_its_end_and_is_whole_when_finished():
-    import io
-
-    from rich.console import Console
-
-    from dspark_hf import SpeculationStats
-    from dspark_hf.cli.chat import AnswerView
-
-    view = AnswerView(tiny_folders.tokenizer(), SpeculationStats(), live=False)
-    for i in range(30):
-        view.add(f"line {i}\n", drafted=i % 2 == 0)
-
-    def shown():
-        console = Console(file=io.StringIO(), width=40, height=10, force_terminal=True)
-        console.print(view)
-        return console.file.getvalue()
-
-    growing = shown()
-    assert "line 29" in growing and "line 5\n" not in growing
-    view._is_finished = True
-    assert "line 0" in shown()
 
 
 # ---------------------------------------------------------------------- env, help, errors
