@@ -18,7 +18,7 @@ PACKAGE = Path(dspark_hf.__file__).parent
 ALLOWED = {
     "sampling": set(),
     "scheduling": set(),
-    "models": set(),
+    "models": {"scheduling"},
     "generation": {"models", "sampling", "scheduling"},
     "training": {"models", "sampling", "scheduling"},
     "evaluation": {"models", "sampling", "scheduling", "generation", "training"},

@@ -18,11 +18,13 @@ from transformers.utils import ModelOutput
 
 from .checkpoints import Export, export, read_checkpoint
 from .checkpoints.engines import launch_command
+from .checkpoints.files import THROUGHPUT_CURVE_NAME
 from .configuration_dspark import DSparkConfig
 from .embeddings import SharedEmbeddings, target_embeddings
 from .heads import ConfidenceHead, SequentialHead
 from .hub import Commit, push, write_custom_generate
 from .layers import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm
+from .scheduling import ThroughputCurve
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Drafter(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "config_class" in vars(cls):
-            Drafter._kinds[cls.config_class.model_type] = cls
+            Drafter._kinds.setdefault(cls.config_class.model_type, cls)  # Subclasses of a kind inherit its configuration.
 
     def _add_embeddings(self) -> None:
         """The last step of a kind's `__init__`: what the drafter speaks through, and initial weights."""
@@ -88,6 +90,8 @@ class Drafter(PreTrainedModel):
         self.generation_config = GenerationConfig(
             num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
         )
+        # What a pass of the target costs, where it was measured; schedulers and back-off reckon with it.
+        self.throughput_curve: ThroughputCurve | None = None
         # Kept outside the module tree, so that the target's tensors are not moved, trained or saved as ours.
         self._bound: tuple[weakref.ref, SharedEmbeddings] | None = None
         self.post_init()
@@ -210,7 +214,10 @@ class Drafter(PreTrainedModel):
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
         drafter._check_values(pretrained_model_name_or_path)
         # transformers reads these only for models that generate by themselves.
-        drafter.generation_config.update(**checkpoint.generation_settings)
+        for name, value in checkpoint.generation_settings.items():  # `update` leaves out names that are not transformers' own.
+            setattr(drafter.generation_config, name, value)
+        if checkpoint.throughput_curve is not None:
+            drafter.throughput_curve = ThroughputCurve.from_dict(checkpoint.throughput_curve)
         return loaded
 
     @classmethod
@@ -276,6 +283,8 @@ class Drafter(PreTrainedModel):
             super(Drafter, model).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
             if is_main_process:
                 self.generation_config.save_pretrained(save_directory)
+                if self.throughput_curve is not None:
+                    self.throughput_curve.save(Path(save_directory) / THROUGHPUT_CURVE_NAME)
         if custom_generate and is_main_process:
             write_custom_generate(save_directory)
         if push_to_hub and is_main_process:

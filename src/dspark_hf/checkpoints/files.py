@@ -21,8 +21,16 @@ from transformers.utils import (
 
 Shape = tuple[int, ...]
 
-# What a drafter's own generation_config.json says: drafts a round, and the confidence that ends a round's drafts.
-GENERATION_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold")
+# What a drafter's own generation_config.json says: drafts a round, the confidence that ends a round's drafts, the name of
+# the scheduler that decides on them, and whether drafting pauses where it does not pay.
+GENERATION_SETTINGS = (
+    "num_assistant_tokens",
+    "assistant_confidence_threshold",
+    "verify_scheduler",
+    "drafting_backoff",
+)
+# What a pass of the target costs, measured once.
+THROUGHPUT_CURVE_NAME = "throughput_curve.json"
 
 FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 ID_TYPES = {"I64", "I32", "U32"}

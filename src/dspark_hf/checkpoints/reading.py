@@ -15,6 +15,7 @@ from .fields import draft_token_ids
 from .files import (
     FLOAT_TYPES,
     ID_TYPES,
+    THROUGHPUT_CURVE_NAME,
     SafetensorsSource,
     Shape,
     Source,
@@ -22,6 +23,7 @@ from .files import (
     printable,
     read_config,
     read_generation_settings,
+    read_json,
     read_tensor_index,
     read_weight_map,
 )
@@ -74,6 +76,7 @@ class Checkpoint:
         source: The files.
         beside: Tensors of the format that are not the drafter's.
         generation_settings: The settings of a round, where the files have them.
+        throughput_curve: What a pass of the target costs, where it was measured: the file as it is.
     """
 
     path: Any
@@ -83,6 +86,7 @@ class Checkpoint:
     source: Source
     beside: dict[str, TensorInfo]
     generation_settings: dict[str, Any]
+    throughput_curve: dict[str, Any] | None = None
 
     @property
     def loads_by_name(self) -> bool:
@@ -155,7 +159,8 @@ def read_checkpoint(
     if config.draft_vocab_size is None and "draft_token_ids" in tensors:
         beside["d2t"] = tensors.pop("draft_token_ids")  # The full vocabulary, spelled out.
     settings = read_generation_settings(path, hub) if isinstance(source, SafetensorsSource) else {}
-    return Checkpoint(path, reader.NAME, config, tensors, source, beside, settings)
+    curve = read_json(path, THROUGHPUT_CURVE_NAME, hub) if reader is dspark else None
+    return Checkpoint(path, reader.NAME, config, tensors, source, beside, settings, curve)
 
 
 def open_source(

@@ -104,7 +104,7 @@ def draft_settings(
 
 def curve_of(drafter: Drafter, target: PreTrainedModel) -> ThroughputCurve | None:
     """The throughput curve that the drafter brings, where it was measured on this target and device."""
-    curve = getattr(drafter, "throughput_curve", None)
+    curve = drafter.throughput_curve
     if curve is None:
         return None
     try:

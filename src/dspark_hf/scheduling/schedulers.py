@@ -239,8 +239,8 @@ def build_scheduler(name: str, *, threshold: float = 0.0, curve: CostTable | Non
         return ConfidenceThreshold(threshold)
     if curve is None:
         raise ValueError(
-            f"The {name!r} scheduler weighs drafts against what a target pass costs here: measure that once with "
-            "ThroughputCurve.measure(target), save it, and pass it as curve."
+            f"The {name!r} scheduler weighs drafts against what a target pass costs here: measure that once with `dspark-hf "
+            "profile`, or set drafter.throughput_curve = ThroughputCurve.measure(target)."
         )
     return ThroughputScheduler(curve) if name == "throughput" else AsyncThroughputScheduler(curve)
 

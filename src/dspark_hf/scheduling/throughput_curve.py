@@ -12,6 +12,7 @@ import platform
 import statistics
 import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -76,6 +77,7 @@ class ThroughputCurve:
         self.pass_s = never_falling(seconds)
         self.measured_on = measured_on or {}
         self.drafting = {int(rows): float(drafting[rows]) for rows in sorted(drafting or {}, key=int)}  # type: ignore[index]
+        self._checked: weakref.ref | None = None  # The target that it is known to be true for.
         self._tables: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -179,9 +181,18 @@ class ThroughputCurve:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ThroughputCurve:
-        return cls(
-            fields["token_counts"], fields["pass_s"], dict(fields.get("measured_on") or {}), fields.get("drafting")
-        )
+        """
+        Raises:
+            ValueError: for anything but what [`~ThroughputCurve.to_dict`] gives.
+        """
+        try:
+            return cls(
+                fields["token_counts"], fields["pass_s"], dict(fields.get("measured_on") or {}), fields.get("drafting")
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"This is no throughput curve ({type(error).__name__}: {error}). Measure one with `dspark-hf profile`."
+            ) from error
 
     @classmethod
     def load(cls, path: str | PathLike[str], target: Any = None) -> ThroughputCurve:
@@ -205,6 +216,8 @@ class ThroughputCurve:
         Raises:
             ValueError: when it was measured on another model, number type or device.
         """
+        if self._checked is not None and self._checked() is target:
+            return
         here = describe(target)
         wrong = _differences(self.measured_on, here, MUST_AGREE)
         if wrong:
@@ -212,6 +225,7 @@ class ThroughputCurve:
                 f"This throughput curve was measured on {self.measured_on.get('model', 'an unnamed model')!r} and cannot be used "
                 f"for {here['model']!r}: {'; '.join(wrong)}. Measure one with ThroughputCurve.measure(target)."
             )
+        self._checked = weakref.ref(target)
         doubtful = _differences(self.measured_on, here, SHOULD_AGREE)
         if doubtful:
             warnings.warn(
