@@ -34,6 +34,7 @@ from dspark_hf.training.regeneration import (
     RegenerationSettings,
     Regenerator,
     ResumableLines,
+    as_conversation,
     read_prompts,
     resolve_sampling,
     self_prompt,
@@ -555,9 +556,18 @@ def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tm
         ServerRegenerator("http://127.0.0.1:9", "x").run([{"prompt": "a"}], tmp_path / "out.jsonl", progress=False)
 
 
-def test_the_module_runs_as_a_command(server: str, tmp_path: Path) -> None:
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text('{"prompt": "a b"}\n{"prompt": "c d"}\n')
-    regeneration.main([str(prompts), str(output), "--target", "x", "--server", server, "--greedy", "--start", "1"])
-    assert [row["response"] for row in read_rows(output)] == ["d c"]
-    assert StubServer.received[0]["temperature"] == 0.0
+def test_columns_of_data_sets_become_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = [
+        {"question": "a"},
+        {"question": ["a", "b"]},
+        {"question": [{"role": "user", "content": "a"}]},
+        {"question": talk},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [as_conversation(i, row) for i, row in enumerate(read_prompts(file, column="question"))]
+    assert all(conversation.messages == [{"role": "user", "content": "a"}] for conversation in found)
+    assert found[1].turns == ["b"]
+    with pytest.raises(ValueError, match="nothing under 'answer'; its columns are question"):
+        list(read_prompts(file, column="answer"))

@@ -7,11 +7,15 @@ from typing import Annotated
 import typer
 
 from .bench import bench
+from .cache_features import cache_features
 from .chat import chat
 from .convert import convert
 from .env import env
 from .inspect import inspect
+from .regenerate import regenerate
 from .sweep import sweep
+from .train import CONTEXT as TRAIN_CONTEXT
+from .train import train
 
 app = typer.Typer(
     name="dspark-hf",
@@ -40,6 +44,9 @@ def options(
     """DSpark speculative decoding for Hugging Face transformers."""
 
 
+app.command()(regenerate)
+app.command()(cache_features)
+app.command(context_settings=TRAIN_CONTEXT)(train)
 app.command()(bench)
 app.command()(sweep)
 app.command()(chat)

@@ -11,12 +11,11 @@
 A run that is stopped at any point goes on where it was: whole lines are synchronised to disk, a torn last line is dropped,
 and prompts whose id is in the file are left out. `self_prompt` lets an instruct target write the prompts as well.
 
-    python -m dspark_hf.training.regeneration prompts.jsonl responses.jsonl --target PATH --temperature 0.6
+The command line is `dspark-hf regenerate`.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -116,10 +115,27 @@ class Conversation:
         return {**row, "response": response["content"], "finished": all(self.finished)}
 
 
-def read_prompts(source: str | Path, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Rows of a local JSON-lines file, or of a data set of the `datasets` library."""
+def read_prompts(
+    source: str | Path, split: str = "train", subset: str | None = None, column: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """
+    Rows of a local JSON-lines file, or of a data set of the `datasets` library.
+
+    Args:
+        source: The file, or what `datasets.load_dataset` takes first.
+        split, subset: Of a data set; `subset` is what `datasets` calls its configuration or `name`.
+        column: Where the prompt stands; by default `turns`, `messages` or `prompt`.
+
+    Raises:
+        ValueError: when a local file does not exist, or a row lacks the column.
+    """
+    for index, row in enumerate(_read_rows(source, split, subset)):
+        yield _from_column(index, row, column) if column else row
+
+
+def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[dict[str, Any]]:
     path = Path(source)
-    if path.is_file():
+    if path.is_file() and path.suffix not in (".parquet", ".csv", ".arrow"):
         with path.open(encoding="utf-8") as file:
             yield from (json.loads(line) for line in file if line.strip())
         return
@@ -129,9 +145,22 @@ def read_prompts(source: str | Path, split: str = "train") -> Iterator[dict[str,
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
-            f"'{source}' is no local file; reading it as a data set needs: pip install datasets"
+            f"'{source}' is no JSON-lines file; reading it as a data set needs: pip install datasets"
         ) from error
-    yield from load_dataset(str(source), split=split)
+    if path.is_file():
+        builder = path.suffix[1:]
+        yield from load_dataset(builder, data_files=str(path), split="train")
+    else:
+        yield from load_dataset(str(source), subset or None, split=split)
+
+
+def _from_column(index: int, row: dict[str, Any], column: str) -> dict[str, Any]:
+    """The row with the prompt under the name that fits what the column holds."""
+    if not row.get(column):
+        raise ValueError(f"Row {index} has nothing under {column!r}; its columns are {', '.join(sorted(row))}.")
+    value = row[column]
+    name = "prompt" if isinstance(value, str) else "turns" if isinstance(value[0], str) else "messages"
+    return {name: value} | ({"source": row["source"]} if "source" in row else {})
 
 
 def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
@@ -139,7 +168,7 @@ def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
     if row.get("turns"):
         return Conversation(index, row, [{"role": "user", "content": row["turns"][0]}], list(row["turns"][1:]))
     if row.get("messages"):
-        messages = list(row["messages"])
+        messages = [as_message(message) for message in row["messages"]]
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if messages:
@@ -150,6 +179,14 @@ def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
         f"Prompt {index} has the fields {sorted(row)}; give one of 'prompt' (text), 'messages' (role and content) or "
         "'turns' (texts of the user's turns), not empty."
     )
+
+
+def as_message(message: dict[str, str]) -> dict[str, str]:
+    """A message of a chat template, also from the `from` and `value` of ShareGPT's data sets."""
+    if "value" not in message:
+        return message
+    role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
+    return {"role": role, "content": message["value"]}
 
 
 def request_seed(run_seed: int, id: int, turn: int) -> int:
@@ -650,49 +687,3 @@ def load_target(path: str, dtype: str = "auto", device: str = "cpu") -> tuple[Pr
     """Model and tokenizer. `dtype` "auto" keeps the checkpoint's; bfloat16 is several times faster where hardware has it."""
     target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
     return target, AutoTokenizer.from_pretrained(path)
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dspark_hf.training.regeneration", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("prompts", help="JSON-lines file or name of a data set")
-    parser.add_argument("output", help="JSON-lines file to append to")
-    parser.add_argument("--target", required=True, help="model folder or name")
-    parser.add_argument(
-        "--server", help="address of an OpenAI-compatible server that runs the target, as http://host:8000"
-    )
-    parser.add_argument("--dtype", default="auto", help="dtype the target runs in; auto keeps the checkpoint's")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--split", default="train", help="split of the data set")
-    parser.add_argument("--start", type=int, default=0, help="index of the first prompt")
-    parser.add_argument("--limit", type=int, help="at most this many prompts")
-    parser.add_argument("--max-new-tokens", type=int)
-    parser.add_argument("--greedy", dest="do_sample", action="store_const", const=False, help="most likely token")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-k", type=int, help="0 keeps all tokens")
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--enable-thinking", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slots", type=int, default=128, help="rows of a decoding pass")
-    parser.add_argument("--save-token-ids", action="store_true")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = parse_arguments(arguments)
-    settings = RegenerationSettings(
-        **{field.name: getattr(options, field.name) for field in fields(RegenerationSettings)}
-    )
-    writer: ResponseWriter
-    if options.server:
-        from .regeneration_server import ServerRegenerator
-
-        writer = ServerRegenerator(options.server, options.target, settings)
-    else:
-        writer = Regenerator(*load_target(options.target, options.dtype, options.device), settings)
-    writer.run(read_prompts(options.prompts, options.split), options.output, options.start, options.limit)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -286,6 +287,8 @@ class DSparkTrainer(Trainer):
         if _internal_call or self.args.save_dtype is None or not self.args.should_save:
             return
         output_dir = output_dir or self.args.output_dir
+        if (Path(output_dir) / "adapter_config.json").exists():
+            return  # An adapter keeps the training dtype, as PEFT writes it.
         saved = Drafter.from_pretrained(output_dir, dtype=getattr(torch, self.args.save_dtype))
         saved.save_pretrained(output_dir)
 

@@ -1,0 +1,70 @@
+"""Drafters that start from another: with further heads, or with LoRA adapters on top."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+if TYPE_CHECKING:
+    from ..modeling_dspark import DSparkDrafter
+
+logger = logging.get_logger(__name__)
+
+HEADS = ("markov_head", "confidence_head")
+
+
+def warm_start(drafter: DSparkDrafter, **changes: Any) -> DSparkDrafter:
+    """
+    A drafter with a changed configuration that keeps every weight whose name and shape stay.
+
+    So a DFlash drafter becomes a DSpark drafter: `warm_start(dflash, markov_rank=256)`.
+
+    Args:
+        drafter: Where to start from; returned as it is when nothing changes.
+        changes: Fields of its configuration.
+
+    Raises:
+        ValueError: when the changed configuration contradicts itself.
+    """
+    config = drafter.config
+    changes = {name: value for name, value in changes.items() if getattr(config, name) != value}
+    if not changes:
+        return drafter
+    if changes.get("markov_rank") and not config.markov_rank:
+        changes = {"enable_confidence_head": True, "confidence_head_with_markov": True} | changes
+    made = type(drafter)(type(config)(**(config.to_dict() | changes))).to(drafter.dtype)
+    shapes = {name: tensor.shape for name, tensor in made.state_dict().items()}
+    kept = {name: tensor for name, tensor in drafter.state_dict().items() if shapes.get(name) == tensor.shape}
+    made.load_state_dict(kept, strict=False)
+    logger.warning(f"{len(kept)} tensors are kept; new: {', '.join(sorted(shapes.keys() - kept)) or 'none'}.")
+    return made
+
+
+def add_lora(
+    drafter: DSparkDrafter,
+    rank: int,
+    target_modules: list[str],
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    heads: bool = True,
+) -> Any:
+    """
+    The drafter wrapped by PEFT, with fresh LoRA matrices and, where wanted, trainable copies of its heads.
+
+    Raises:
+        ImportError: without PEFT.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("LoRA needs PEFT: pip install 'dspark-hf[peft]'.") from error
+    present = [name for name in HEADS if getattr(drafter, name, None) is not None]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules=target_modules,
+        modules_to_save=present if heads else None,
+    )
+    return get_peft_model(drafter, config)

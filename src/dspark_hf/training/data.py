@@ -1,0 +1,131 @@
+"""Rows to train on: conversations from files or data sets, or cached features; some of them held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..configuration_dspark import DSparkConfig
+from .chat import encode_rows
+from .features import CachedFeatureDataset, file_sha256
+from .regeneration import end_token_ids, read_prompts
+
+
+@dataclass
+class TrainingData:
+    """
+    One source of rows.
+
+    Args:
+        name: The file, data set or folder.
+        rows: With `input_ids` and `loss_mask`, and features where they are cached.
+        sha256: Of the file's content, or of a cache's index; `None` for a data set of the Hub.
+    """
+
+    name: str
+    rows: Any
+    sha256: str | None = None
+
+    def tokens(self, index: int) -> dict[str, torch.Tensor]:
+        """`input_ids` and `loss_mask` of a row, `[T]` each, without reading its features."""
+        row = self.rows.tokens(index) if isinstance(self.rows, CachedFeatureDataset) else self.rows[index]
+        return {"input_ids": torch.as_tensor(row["input_ids"]).long(), "loss_mask": torch.as_tensor(row["loss_mask"])}
+
+    def split(self, share: float) -> tuple[list[int], list[int]]:
+        """Indices of the rows to train on and of those held out."""
+        held_out = [is_held_out(self.tokens(index), share) for index in range(len(self.rows))]
+        return [i for i, held in enumerate(held_out) if not held], [i for i, held in enumerate(held_out) if held]
+
+    def summary(self, indices: Sequence[int]) -> dict[str, Any]:
+        """What the model card says about these rows."""
+        learned = sum(int(self.tokens(index)["loss_mask"].sum()) for index in indices)
+        return {"name": self.name, "sha256": self.sha256, "rows": len(indices), "response_tokens": learned}
+
+
+def is_held_out(row: dict[str, torch.Tensor], share: float) -> bool:
+    """
+    Whether a conversation belongs to the `share` that is never trained on. It follows from the tokens before the first
+    response, so every answer to one prompt falls on the same side, whatever file, order or cache it is in.
+    """
+    if not share:
+        return False
+    learned = row["loss_mask"].bool().nonzero()
+    prompt = row["input_ids"][: int(learned[0]) if len(learned) else None]
+    digest = hashlib.blake2b(prompt.to(torch.int64).numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+def encode_source(
+    source: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    split: str = "train",
+    enable_thinking: bool | None = None,
+) -> list[dict[str, Any]]:
+    """The rows of a JSONL file or of a data set of the Hub as tokens and loss masks."""
+    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    rows = read_prompts(source, split=split)
+    return encode_rows(rows, tokenizer, max_length, end_token_ids(target, tokenizer) or None, **thinking)
+
+
+def load_source(source: str, config: DSparkConfig | None = None, **encoding: Any) -> TrainingData:
+    """
+    A feature cache, a JSONL file or a data set of the Hub.
+
+    Args:
+        source: Which one.
+        config: The drafter's, to check what a cache holds.
+        encoding: Further arguments of [`encode_source`].
+
+    Raises:
+        ValueError: when there is no such source, it holds no rows, or the cache was made for another drafter.
+    """
+    path = Path(source)
+    if is_cache(source):
+        return TrainingData(source, CachedFeatureDataset(path, config), file_sha256(path / "index.json"))
+    if path.is_dir():
+        raise ValueError(
+            f"'{source}' is a folder without index.json, so it is no feature cache. Give files or a cache."
+        )
+    rows = encode_source(source, **encoding)
+    if not rows:
+        raise ValueError(f"'{source}' holds no row with a response of two tokens within max_length.")
+    return TrainingData(source, rows, file_sha256(path) if path.is_file() else None)
+
+
+def is_cache(source: str) -> bool:
+    """Whether a source is a folder of cached features."""
+    return (Path(source) / "index.json").is_file()
+
+
+def cache_index(source: str) -> dict[str, Any]:
+    """What a cache says of itself."""
+    return json.loads((Path(source) / "index.json").read_text(encoding="utf-8"))
+
+
+def joined(sources: Sequence[TrainingData], chosen: Sequence[Sequence[int]]) -> Dataset | None:
+    """The chosen rows of every source as one data set; `None` when there are none."""
+    parts = [Subset(_Rows(source.rows), list(some)) for source, some in zip(sources, chosen, strict=True) if some]
+    return ConcatDataset(parts) if parts else None
+
+
+class _Rows(Dataset):
+    """A sequence as torch's data set."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]

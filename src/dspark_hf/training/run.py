@@ -1,0 +1,209 @@
+"""A whole run of training, as `dspark-hf train` does it: target, drafter, data, trainer, and what is left at the end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from ..configuration_dspark import DSparkConfig
+from ..drafter import Drafter
+from ..modeling_dspark import DSparkDrafter
+from .adaptation import add_lora, warm_start
+from .data import TrainingData, cache_index, is_cache, joined, load_source
+from .draft_vocab import select_draft_vocabulary, set_draft_vocabulary
+from .history import CsvLog, training_figure
+from .options import TrainCommand, TrainOptions
+from .regeneration import end_token_ids
+from .target_logits import logit_rule
+from .trainer import DSparkTrainer
+
+logger = logging.get_logger(__name__)
+
+FIGURE = "training_curve.png"
+DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+
+
+@dataclass
+class TrainingRun:
+    """
+    What a run came to.
+
+    Args:
+        trainer: With the best drafter and the history.
+        data: The sources of rows, with the indices trained on and held out.
+        metrics: Of the last evaluation, by name; empty where nothing was held out.
+    """
+
+    trainer: DSparkTrainer
+    data: list[tuple[TrainingData, list[int], list[int]]]
+    metrics: dict[str, float]
+
+
+def train(command: TrainCommand) -> TrainingRun:
+    """
+    Trains a drafter, or goes on with a run that was stopped, and saves it in `output_dir`.
+
+    Args:
+        command: As [`~dspark_hf.training.options.parse_train_options`] gives it.
+
+    Raises:
+        ValueError: when target, drafter, data and options do not fit one another.
+    """
+    options, arguments = command.options, command.arguments
+    set_seed(arguments.seed)
+    target, tokenizer = load_frozen_target(options)
+    start = starting_drafter(command, target, tokenizer)
+    data = load_data(options, start.config, arguments.max_length, target, tokenizer)
+    checkpoint = arguments.resume_from_checkpoint or (last_checkpoint(arguments.output_dir) if options.resume else None)
+    if start.config.draft_vocab_size and not options.drafter:
+        set_draft_vocabulary(start, used_tokens(start.config, data, end_token_ids(target, tokenizer)))
+    model = start
+    if options.lora_rank is not None:
+        model = add_lora(
+            start,
+            options.lora_rank,
+            options.lora_target_modules,
+            options.lora_alpha,
+            options.lora_dropout,
+            options.lora_heads,
+        )
+    held_out = joined([source for source, _, _ in data], [held for _, _, held in data])
+    if held_out is None:
+        arguments.eval_strategy, arguments.load_best_model_at_end = "no", False
+    trainer = DSparkTrainer(
+        model,
+        target,
+        arguments,
+        train_dataset=joined([source for source, _, _ in data], [trained for _, trained, _ in data]),
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        callbacks=[CsvLog()],
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    metrics = trainer.evaluate() if held_out is not None else {}
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        save_figure(trainer.state.log_history, Path(arguments.output_dir) / FIGURE)
+    return TrainingRun(trainer, data, metrics)
+
+
+def load_frozen_target(options: TrainOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target, in the number type and place asked for, and its tokenizer."""
+    device = options.target_device
+    placed = {} if device is None else {"device_map": device if device == "auto" else {"": device}}
+    dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype, **placed)
+    return target, AutoTokenizer.from_pretrained(options.target)
+
+
+def starting_drafter(command: TrainCommand, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The drafter as it is before the first step: one that exists, or a new one made for the target."""
+    options, fields = command.options, dict(command.drafter)
+    if options.mask_token is not None:
+        fields["mask_token_id"] = token_id(tokenizer, options.mask_token)
+    if isinstance(ends := fields.get("eos_token_id"), list) and len(ends) == 1:
+        fields["eos_token_id"] = ends[0]
+    if options.drafter is not None:
+        drafter = warm_start(Drafter.from_pretrained(options.drafter, dtype=torch.float32), **fields)
+    else:
+        drafter = new_drafter(options, fields, target, tokenizer)
+    if options.attn_implementation is not None:
+        drafter.set_attn_implementation(options.attn_implementation)
+    elif command.arguments.device.type == "cuda" and not drafter.config.is_autoregressive:
+        drafter.set_attn_implementation("flex_attention")
+    return drafter
+
+
+def new_drafter(
+    options: TrainOptions, fields: dict[str, Any], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Any:
+    """A drafter with random weights. What it taps is what the caches hold, where there are caches."""
+    cached = [cache_index(source) for source in options.data if is_cache(source)]
+    if cached:
+        fields.setdefault("target_layer_ids", cached[0]["target_layer_ids"])
+    if (scale := logit_rule(target).scale) != 1.0:
+        fields.setdefault("logit_scale", scale)
+    fields.setdefault("target_name_or_path", options.target)
+    if options.kind == "eagle3":
+        from ..configuration_eagle3 import Eagle3Config
+        from ..modeling_eagle3 import Eagle3Drafter
+
+        return Eagle3Drafter(Eagle3Config.for_target(target.config, **fields))
+    if options.kind == "dflash":
+        fields = DFLASH | fields
+    fields["mask_token_id"] = mask_token_id(fields.get("mask_token_id"), target, tokenizer)
+    return DSparkDrafter(DSparkConfig.for_target(target.config, **fields))
+
+
+def mask_token_id(given: int | None, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The mask token: the one given, or a row of the embedding above the tokenizer's last id; `None` for the family's own."""
+    if given is not None:
+        return given
+    size, used = target.config.get_text_config(decoder=True).vocab_size, len(tokenizer)
+    return used if used < size else None
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """
+    The id of a token by name.
+
+    Raises:
+        ValueError: when the tokenizer has no such token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        raise ValueError(
+            f"The tokenizer has no token {token!r}; its special tokens are {', '.join(tokenizer.all_special_tokens)}."
+        )
+    return vocabulary[token]
+
+
+def load_data(
+    options: TrainOptions,
+    config: DSparkConfig,
+    max_length: int | None,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[tuple[TrainingData, list[int], list[int]]]:
+    """Every source with the rows to train on and those held out."""
+    encoding = {
+        "target": target,
+        "tokenizer": tokenizer,
+        "max_length": max_length,
+        "split": options.split,
+        "enable_thinking": options.enable_thinking,
+    }
+    share = 0.0 if options.eval_data else options.held_out
+    sources = [load_source(name, config, **encoding) for name in options.data]
+    data = [(source, *source.split(share)) for source in sources]
+    held_out = [load_source(name, config, **encoding) for name in options.eval_data or []]
+    data += [(source, [], list(range(len(source.rows)))) for source in held_out]
+    if not any(trained for _, trained, _ in data):
+        raise ValueError("All rows of --data are held out: lower --held_out, or give more data.")
+    return data
+
+
+def used_tokens(config: DSparkConfig, data: Any, end_ids: list[int]) -> torch.Tensor:
+    """The draft vocabulary: what the training rows' responses use most."""
+    rows = (source.tokens(index) for source, trained, _ in data for index in trained)
+    return select_draft_vocabulary(rows, config.vocab_size, config.draft_vocab_size, end_ids)
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """The newest checkpoint in a run's folder."""
+    return get_last_checkpoint(folder) if os.path.isdir(folder) else None
+
+
+def save_figure(history: list[dict[str, float]], path: Path) -> None:
+    try:
+        training_figure(history).savefig(path, dpi=120)
+    except ImportError as error:
+        logger.warning(f"{error} There is no picture of the training curve.")
