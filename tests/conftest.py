@@ -15,6 +15,8 @@ from transformers.utils import logging
 
 TESTS = Path(__file__).parent
 
+pytest_plugins = ["hub_server"]
+
 # Tests here touch what transformers keeps to itself, so they run on the lowest supported version as well.
 INTEGRATION_FOLDERS = (TESTS / "generation",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -270,4 +271,4 @@ def _cells(values: Mapping[str, Any]) -> dict[str, str]:
 def _cell(value: Any) -> str:
     """A value as the text of a table's cell."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return " ".join(text.split()).replace("|", "\\|")
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

@@ -22,8 +22,9 @@ from .training_summary import TRAINING_FILE, TrainingSummary
 if TYPE_CHECKING:
     from ..drafter import Drafter
 
-# What may lie beside the weights and says something about them.
-COMPANIONS = (TRAINING_FILE, BENCHMARK_FILE, CURVE_FILE)
+# What may lie beside the weights: the first two are about these very weights, the curve is about the target.
+ABOUT_WEIGHTS = (TRAINING_FILE, BENCHMARK_FILE)
+COMPANIONS = (*ABOUT_WEIGHTS, CURVE_FILE)
 
 
 @dataclass
@@ -81,8 +82,7 @@ def push(
         if (source := _source(drafter, beside)) is not None:
             _copy_companions(source, folder)
         same_weights = there.holds(folder)
-        if same_weights:
-            there.fetch(COMPANIONS, folder)
+        there.fetch(COMPANIONS if same_weights else [CURVE_FILE], folder)
         there.fetch([CARD_FILE], folder, replace=True)
         card_file = folder / CARD_FILE
         if not card_file.exists() or is_generated(card_file.read_text(encoding="utf-8")):
@@ -91,7 +91,7 @@ def push(
                 drafter, folder, repo_id=repo_id, serving=serving, custom_generate=has_code, token=commit.token, **card
             ).save(card_file)
         files = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-        stale = [] if same_weights else sorted(there.files.keys() & set(COMPANIONS) - set(files))
+        stale = [] if same_weights else sorted(there.files.keys() & set(ABOUT_WEIGHTS) - set(files))
         return api.create_commit(
             repo_id,
             [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files]
