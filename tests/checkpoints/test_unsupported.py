@@ -39,7 +39,6 @@ KINDS = {
     "norms of 1 + weight": ({"use_gemma_norm": True}, [], "Gemma-norm", "offset of 1"),
     "NVFP4": ({}, ["layers.0.mlp.up_proj.weight_scale_2"], "quantized", "NVFP4"),
     "a quantized configuration": ({"quantization_config": {"quant_method": "fp8"}}, [], "quantized", "dequantize"),
-    "EAGLE-3": ({}, ["midlayer.self_attn.q_proj.weight"], "EAGLE-3", "token by token"),
 }
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 import tiny
-from dspark_hf import DSparkDrafter, SpeculationStats, record_speculation
+from dspark_hf import Drafter, DSparkDrafter, Eagle3Drafter, SpeculationStats, record_speculation
 
 NEW_TOKENS = 12
 BLOCK_SIZE = tiny.BLOCK_SIZE
 KINDS = ("rejecting", "accepting", "patterned")
+EAGLE3_KINDS = ("rejecting EAGLE-3", "accepting EAGLE-3", "patterned EAGLE-3")
 
 # Token positions where the patterned drafter is wrong: runs of right drafts of every length.
 _rng = random.Random(0)
@@ -62,14 +63,37 @@ class ScriptedDrafter(DSparkDrafter):
         return (token_id + 1) % self.config.vocab_size if position in self.wrong else token_id
 
 
+class ScriptedEagle3Drafter(Eagle3Drafter):
+    """The same for a drafter that drafts token by token: its steps run as usual, for nothing."""
+
+    def __init__(self, config, script: list[int], wrong: Iterable[int] = ()):
+        super().__init__(config)
+        self.script, self.wrong = list(script), frozenset(wrong)
+
+    def step(self, token_ids, states, position_ids, *args):
+        # The state of position t and the token after it predict the token at t + 2.
+        self.next = int(position_ids[0]) + 2
+        return super().step(token_ids, states, position_ids, *args)
+
+    def base_logits(self, hidden_states, embeddings):
+        token_id = torch.tensor([ScriptedDrafter.token_at(self, self.next)])  # type: ignore[arg-type]
+        return 50 * torch.nn.functional.one_hot(token_id, self.config.vocab_size).float()
+
+
 def scripted(target: PreTrainedModel, script: list[int], wrong: Iterable[int] = (), **fields: Any) -> ScriptedDrafter:
     own = {"num_hidden_layers": 1, "markov_rank": 0, "enable_confidence_head": False}
     with torch.random.fork_rng(devices=[]):
         return ScriptedDrafter(tiny.drafter_config(target, **(own | fields)), script, wrong).eval()
 
 
-def drafter_of(kind: str, target: PreTrainedModel, script: list[int], **fields: Any) -> DSparkDrafter:
-    """A drafter of one of `KINDS`; `script` is the output of plain `generate`, a token for each position."""
+def drafter_of(kind: str, target: PreTrainedModel, script: list[int], **fields: Any) -> Drafter:
+    """A drafter of one of `KINDS` or `EAGLE3_KINDS`; `script` is plain `generate`'s output, a token for each position."""
+    if kind in EAGLE3_KINDS:
+        template = tiny.eagle3_drafter(target, **fields)
+        if kind == "rejecting EAGLE-3":
+            return template
+        wrong = WRONG if kind == "patterned EAGLE-3" else ()
+        return ScriptedEagle3Drafter(template.config, script, wrong).eval()
     if kind == "rejecting":
         return tiny.random_drafter(target, **({"num_hidden_layers": 1} | fields))
     return scripted(target, script, WRONG if kind == "patterned" else (), **fields)
@@ -90,6 +114,7 @@ def compare(
     *,
     num_hidden: int = 0,
     drafter_fields: dict[str, Any] | None = None,
+    kinds: Sequence[str] = KINDS,
     **kwargs: Any,
 ) -> Outcome:
     """
@@ -101,6 +126,7 @@ def compare(
         fresh: Makes those arguments of one call that keep a state (processors, caches).
         num_hidden: Tokens of the prompt that the output does not show (given as embeddings, or in the cache only).
         drafter_fields: For the drafter's configuration.
+        kinds: Of drafters.
         kwargs: For `generate`; `None` takes one of the usual settings away.
     """
     inputs = tiny.prompt() if inputs is None else inputs
@@ -110,13 +136,14 @@ def compare(
     plain = target.generate(**(inputs | settings | fresh()))
     script = [0] * num_hidden + unpadded(inputs, ids_of(plain))
     drafted, stats = {}, {}
-    for kind in KINDS:
+    for kind in kinds:
         drafter = drafter_of(kind, target, script, **(drafter_fields or {}))
         call = inputs | settings | fresh() | {"assistant_model": drafter}
         with record_speculation() as stats[kind]:
             drafted[kind] = target.generate(**call)
         assert ids_of(drafted[kind]) == ids_of(plain), f"with a {kind} drafter"
-    assert not any(r.accepted < r.verified for r in stats["accepting"].rounds), "the rig itself is wrong"
+    accepting = [r for kind in kinds if kind.startswith("accepting") for r in stats[kind].rounds]
+    assert not any(r.accepted < r.verified for r in accepting), "the rig itself is wrong"
     return Outcome(plain, drafted, stats)
 
 

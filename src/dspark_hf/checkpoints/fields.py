@@ -87,6 +87,7 @@ def flat_config(
     sample_from_anchor: bool,
     family: str = "qwen3",
     block_size: int | None = None,
+    config_class: type[DSparkConfig] = DSparkConfig,
     **overrides: Any,
 ) -> DSparkConfig:
     """
@@ -98,6 +99,7 @@ def flat_config(
         sample_from_anchor: The slot layout of files of this format that do not name theirs.
         family: The decoder layers, a key of `LAYER_FAMILIES`.
         block_size: The block size of files of this format that do not name theirs; `None` where they have to.
+        config_class: The configuration of the drafter's kind.
         overrides: Fields of `DSparkConfig` that the format decides.
 
     Raises:
@@ -134,7 +136,7 @@ def flat_config(
     own |= windows(fields, own)
     own |= heads(fields, tensors, own["hidden_size"])
     own |= vocabulary(fields, tensors, own["vocab_size"])
-    return DSparkConfig(**(own | overrides))
+    return config_class(**(own | overrides))
 
 
 def decoder_dict(config: DSparkConfig) -> dict[str, Any]:

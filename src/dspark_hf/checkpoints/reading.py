@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..configuration_dspark import DSparkConfig
-from . import dspark, gguf, modelopt, muse_glimmer, native, specforge, speculators, zlab
+from . import dspark, eagle3, gguf, modelopt, muse_glimmer, native, specforge, speculators, zlab
 from .fields import draft_token_ids
 from .files import (
     FLOAT_TYPES,
@@ -30,7 +30,7 @@ from .files import (
 from .unsupported import refuse_unsupported
 
 # In the order they are tried.
-FORMATS: tuple[ModuleType, ...] = (dspark, speculators, modelopt, native, specforge, zlab, muse_glimmer)
+FORMATS: tuple[ModuleType, ...] = (dspark, eagle3, speculators, modelopt, native, specforge, zlab, muse_glimmer)
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -41,6 +41,7 @@ OPTIONAL_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 PREFIXES = {
     "model.": "",
     "logit_head.": "",
+    "midlayer.": "layers.0.",
     "markov_w1.": "markov_head.markov_w1.",
     "markov_w2.": "markov_head.markov_w2.",
     "gate_proj.": "markov_head.gate_proj.",

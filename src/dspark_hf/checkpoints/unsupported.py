@@ -123,7 +123,6 @@ UNSUPPORTED = (
         "Only drafters in F32, F16 or BF16 are loaded: load its unquantized sibling, or dequantize it with the tool that "
         "made it (NVFP4: NVIDIA ModelOpt).",
     ),
-    Unsupported("EAGLE-3", with_tensor("midlayer."), "EAGLE-3 drafts token by token, which is another method."),
 )
 
 

@@ -81,24 +81,26 @@ class Eagle3CandidateGenerator(DSparkCandidateGenerator):
 
     def settle(self, input_ids: Sequence[torch.LongTensor]) -> DraftCache:
         self.catch_up()
+        self._skip_tokens_without_id(input_ids)
         self._extend_cache(input_ids, [len(states) for states in self._states])
         return self.cache
 
     def _draft(self, input_ids: Sequence[torch.LongTensor], num_drafts: int, max_drafts: Sequence[int]) -> Draft:
         self.catch_up()
+        self._skip_tokens_without_id(input_ids)
         input_ids = [ids.to(self.drafter.device) for ids in input_ids]  # type: ignore[misc]
         self._extend_cache(input_ids, [len(states) - 1 for states in self._states])
         states = torch.cat(self._states)  # [B, D]
         self._head.begin_chain(states, self._next_positions(1)[:, 0], self.cache)  # type: ignore[union-attr]
-        zeros = states.new_zeros((), dtype=torch.float32).expand(len(states), num_drafts, self.drafter.config.logits_size)
+        zeros = states.new_zeros((), dtype=torch.float32).expand(
+            len(states), num_drafts, self.drafter.config.logits_size
+        )
         return self._sequential_stage(input_ids, states[:, None], zeros, max_drafts)
 
     def _extend_cache(self, input_ids: Sequence[torch.LongTensor], counts: list[int]) -> None:
         """Moves the first `counts` states of each row into the cache; the row's last tokens are those after its states."""
         if not any(counts):
             return
-        self._skip_tokens_without_id(input_ids)
-        counts = [min(count, len(states)) for count, states in zip(counts, self._states, strict=True)]
         following = [
             ids[0, ids.shape[1] - len(states) :][:count]
             for ids, states, count in zip(input_ids, self._states, counts, strict=True)
