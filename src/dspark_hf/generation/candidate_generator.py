@@ -235,7 +235,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Draws the drafts left to right, each slot seeing the token before it."""
         warp = DraftWarper(self.logits_processors, input_ids)
         token_ids = self.drafter.draft_token_ids
-        full_vocabulary = warp.is_needed or self.do_sample
+        # Where the processors allow, laws are made over the draft vocabulary, which can be many times smaller.
+        is_reduced = token_ids is not None and warp.ignores_token_ids
         previous_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
         ids, probs, confidence = [], [], []
         for slot in range(base_logits.shape[1]):
@@ -247,22 +248,23 @@ class DSparkCandidateGenerator(CandidateGenerator):
             scores = base_logits[:, slot]
             if self._head is not None:
                 scores = self._head(previous_ids[:, None], scores)  # type: ignore[arg-type]
-            if full_vocabulary:
-                scores = warp(self._over_full_vocabulary(scores))
+            if not is_reduced:
+                scores = self._over_full_vocabulary(scores, float("-inf"))
+            scores = warp(scores)
             if self.do_sample:
                 probs.append(drafting_law(scores))
                 previous_ids = draw(probs[-1])
             else:
                 previous_ids = scores.argmax(-1)
-                if token_ids is not None and not full_vocabulary:
-                    previous_ids = token_ids[previous_ids]
+            if is_reduced:
+                previous_ids = token_ids[previous_ids]
             ids.append(previous_ids)
             warp.append(previous_ids)
         stacked = torch.stack(confidence, dim=1) if confidence else None
         useful = [min(length, len(ids)) for length in max_drafts]
         return Draft(
             torch.stack(ids, dim=1) if ids else previous_ids.new_zeros(len(previous_ids), 0),  # type: ignore[arg-type]
-            torch.stack(probs, dim=1) if probs else None,
+            self._laws(probs, is_reduced),
             stacked,
             self.scheduler.schedule(stacked, useful, self.rows),
         )
@@ -274,10 +276,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         temperatures = self.drafter.config.confidence_temperatures
         return calibrated_confidence(logits[:, None], temperatures[slot : slot + 1] if temperatures else None)[:, 0]
 
-    def _over_full_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
-        """Draft scores spread over the target's vocabulary; tokens outside the draft vocabulary get probability 0."""
+    def _laws(self, probs: list[torch.Tensor], is_reduced: bool) -> torch.Tensor | None:
+        """The law of every slot over the target's vocabulary, `[B, G, V]`, from those of the slots."""
+        if not probs:
+            return None
+        stacked = torch.stack(probs, dim=1)
+        return self._over_full_vocabulary(stacked, 0.0) if is_reduced else stacked
+
+    def _over_full_vocabulary(self, values: torch.Tensor, outside: float) -> torch.Tensor:
+        """`[..., V_draft]` -> `[..., V]`; tokens outside the draft vocabulary get the value `outside`."""
         token_ids = self.drafter.draft_token_ids
         if token_ids is None:
-            return scores
-        full = scores.new_full((len(scores), self.drafter.config.vocab_size), float("-inf"))
-        return full.index_copy_(1, token_ids, scores)
+            return values
+        full = values.new_full((*values.shape[:-1], self.drafter.config.vocab_size), outside)
+        return full.index_copy_(-1, token_ids, values)

@@ -25,6 +25,8 @@ _ROWWISE = (
     stock.InfNanRemoveLogitsProcessor,
     stock.LogitNormalization,
 )
+# Of these, the ones that name tokens; the others see no difference where only tokens of probability 0 are left out.
+_NAMING = (stock.SuppressTokensLogitsProcessor,)
 # Stock processors that remember earlier calls.
 _STATEFUL = (
     stock.UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -71,16 +73,21 @@ class DraftWarper:
     Args:
         processors: Of each row, those of [`drafting_processors`].
         input_ids: Of each row all tokens so far, `[1, L_row]`.
+
+    Attributes:
+        ignores_token_ids (`bool`): Whether it does not matter which token a score belongs to.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessorList], input_ids: Sequence[torch.Tensor]):
-        self.is_needed = any(processors)
         self._together = all(is_rowwise(own) for own in processors)
+        self.ignores_token_ids = self._together and not any(type(p) in _NAMING for own in processors for p in own)
         self._processors = processors
         self._sequences = [] if self._together else list(input_ids)
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[B, V]` -> `[B, V]`."""
+        """`[B, V]` -> `[B, V]`, over the draft vocabulary where [`~DraftWarper.ignores_token_ids`]."""
+        if not any(self._processors):
+            return scores
         if self._together:
             no_ids = torch.zeros(len(scores), 0, dtype=torch.long, device=scores.device)
             return self._processors[0](no_ids, scores)  # type: ignore[arg-type]
