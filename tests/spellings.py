@@ -272,8 +272,10 @@ GGUF_NAMES = {
 }
 
 
-def gguf_file(drafter: DSparkDrafter, folder: Path, metadata: dict[str, Any] | None = None, **options: Any) -> Path:
-    """One file as llama.cpp's converter writes it; `quantize` names a type for the matrices of the layers."""
+def gguf_file(
+    drafter: DSparkDrafter, folder: Path, metadata: dict[str, Any] | None = None, quantize: str | None = None
+) -> Path:
+    """One file as llama.cpp's converter writes it; `quantize` names a GGML type for the matrices of the layers."""
     import gguf
 
     config = drafter.config
@@ -309,7 +311,11 @@ def gguf_file(drafter: DSparkDrafter, folder: Path, metadata: dict[str, Any] | N
             name = GGUF_NAMES[name]
         if name == "conf_proj.weight":
             tensor = tensor.flatten()
-        writer.add_tensor(name, tensor.numpy())
+        if quantize is not None and name.startswith("blk.") and tensor.ndim == 2:
+            kind = gguf.GGMLQuantizationType[quantize]
+            writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor.numpy())
     if drafter.draft_token_ids is not None:
         head = drafter.bind().lm_head.weight.detach()[drafter.draft_token_ids]
         writer.add_tensor("output.weight", head.numpy())

@@ -364,6 +364,23 @@ def test_gguf_metadata_overrides_what_it_leaves_unsaid(target, tmp_path: Path):
     assert (config.layer_types, config.sliding_window) == (["sliding_attention"] * 2, 32)
 
 
+@pytest.mark.parametrize(("kind", "error"), [("Q8_0", 0.01), ("Q5_1", 0.06), ("Q4_0", 0.15), ("BF16", 0.01)])
+def test_quantized_gguf_matrices_are_expanded(target, kind: str, error: float, tmp_path: Path):
+    gguf = pytest.importorskip("gguf")
+    drafter = bound(target)
+    loaded = DSparkDrafter.from_pretrained(spellings.gguf_file(drafter, tmp_path, quantize=kind))
+    for name, tensor in drafter.state_dict().items():
+        got = loaded.state_dict()[name]
+        if not (name.startswith("layers.") and tensor.ndim == 2):
+            assert torch.equal(got, tensor), name
+            continue
+        difference = float((got.float() - tensor).abs().max() / tensor.abs().max())
+        assert 0 < difference < error, (name, difference)
+        quantized = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType[kind])
+        expanded = gguf.dequantize(quantized, gguf.GGMLQuantizationType[kind])
+        assert torch.equal(got.float(), torch.from_numpy(expanded).reshape(tensor.shape)), name
+
+
 def test_a_gguf_file_can_be_named_in_its_folder(target, tmp_path: Path):
     drafter = bound(target)
     file = spellings.gguf_file(drafter, tmp_path)
