@@ -8,11 +8,13 @@ import typer
 
 from .bench import bench
 from .cache_features import cache_features
+from .calibrate import calibrate
 from .chat import chat
 from .convert import convert
 from .env import env
 from .inspect import inspect
 from .regenerate import regenerate
+from .profile import profile
 from .sweep import sweep
 from .train import CONTEXT as TRAIN_CONTEXT
 from .train import train
@@ -52,4 +54,6 @@ app.command()(sweep)
 app.command()(chat)
 app.command()(inspect)
 app.command()(convert)
+app.command()(profile)
+app.command()(calibrate)
 app.command()(env)

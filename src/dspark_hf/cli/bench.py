@@ -78,7 +78,7 @@ def bench(
     drafters = [load_drafter(name, model) for name in drafter]
     methods = _methods(model, drafter, drafters, schedule or ["fixed"], assistant, prompt_lookup, dflash)
     if compile:
-        compile_models(model, drafters)
+        compile_models(model, *drafters)
     settings = BenchSettings(max_new_tokens, temperature, seed)
     document = run(
         model,

@@ -68,11 +68,11 @@ def labels_of(drafters: list[str]) -> list[str]:
     return labels if len(set(labels)) == len(labels) else drafters
 
 
-def compile_models(target: PreTrainedModel, drafters: list[DSparkDrafter]) -> None:
+def compile_models(*models: PreTrainedModel) -> None:
     """Compiles the forward passes; lengths that change do not compile anew."""
     import torch
 
-    for model in (target, *drafters):
+    for model in models:
         forward: Any = torch.compile(model.forward, dynamic=True)
         model.forward = forward
 

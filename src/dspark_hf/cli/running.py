@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +52,7 @@ def run(
     )
     file = RecordFile(default_file(output), described)
     try:
-        with _ShownProgress() as shown:
+        with ShownProgress() as shown:
             run_bench(target, tokenizer, methods, tasks, settings, file, shown.update)
         profiles = profile_methods(target, tokenizer, methods, tasks, settings) if profile else None
         return build_document(methods, tasks, described, file, profiles)
@@ -91,7 +93,7 @@ def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: 
     print(f"Report: {output / 'report.html'}")
 
 
-class _ShownProgress:
+class ShownProgress:
     """A progress bar on a terminal; elsewhere a line now and then."""
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class _ShownProgress:
         )
         self._task = self._bar.add_task("measuring", total=None, left="")
 
-    def __enter__(self) -> _ShownProgress:
+    def __enter__(self) -> ShownProgress:
         self._bar.start()
         return self
 
@@ -138,6 +140,44 @@ class _ShownProgress:
         ):
             self._num_lines = progress.done // step
             self.console.print(f"{progress.done}/{progress.total} {what}, {left}", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal, for what is counted: call the result with how many are done and the total."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def save_figure(draw: Callable[[], Any], path: Path) -> None:
+    """Writes the figure that `draw` makes, or says on standard error what it takes to have one."""
+    from ..evaluation.figures import as_png
+
+    try:
+        path.write_bytes(as_png(draw()))
+    except ImportError as error:
+        print(f"{error} There is no {path.name}.", file=sys.stderr)
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """A table on standard output, unless it is empty."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in header:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling_dspark import DSparkDrafter
+from ..scheduling import FixedLength
 
 PLAIN = "plain"
 SLIDING = "sliding layers"
@@ -74,6 +75,13 @@ def dspark_method(
     if threshold is not None:
         arguments["assistant_confidence_threshold"] = threshold
     return Method(name, arguments, drafter, fields or {})
+
+
+def calibration_method(drafter: DSparkDrafter) -> Method:
+    """Our loop in the way that tells most about the confidence head: every round drafts, and every draft is verified."""
+    arguments = {"assistant_model": drafter, "num_assistant_tokens": drafter.config.num_draft_tokens}
+    arguments |= {"verify_scheduler": FixedLength(), "drafting_backoff": False}
+    return Method("calibration", arguments, drafter)
 
 
 def schedule_method(drafter: DSparkDrafter, schedule: str, label: str = "dspark") -> Method:

@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,7 @@ class ThroughputCurve:
         num_warmup: int = 3,
         num_repeats: int = 15,
         forward_kwargs: dict[str, Any] | None = None,
+        on_pass: Callable[[int], None] = lambda done: None,
     ) -> ThroughputCurve:
         """
         Times the target's verification pass: new tokens on top of a cached context.
@@ -261,6 +262,7 @@ class ThroughputCurve:
             compile: Whether to time `torch.compile(target, dynamic=True)`.
             num_warmup, num_repeats: Passes for each number of tokens, before and during the measurement.
             forward_kwargs: Further arguments of the target's forward pass, such as the hidden states it is to return.
+            on_pass: Called after each pass with how many there were.
 
         Raises:
             ValueError: for a number of tokens that the rows cannot share equally.
@@ -273,8 +275,9 @@ class ThroughputCurve:
         times: dict[int, list[float]] = {count: [] for count in counts}
         with torch.no_grad():
             for turn in range(num_warmup + num_repeats):
-                for count in counts:
+                for place, count in enumerate(counts):
                     elapsed = timer.time_pass(count // num_rows)
+                    on_pass(turn * len(counts) + place + 1)
                     if turn >= num_warmup:
                         times[count].append(elapsed)
         measured_on = describe(target) | {

@@ -1,0 +1,150 @@
+"""`dspark-hf calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import Device, Dtype, Json, MaxNewTokens, MaxPrompts, Output, Seed, Target, Tasks, Temperature, Threads
+
+if TYPE_CHECKING:
+    from ..drafter import Drafter
+    from ..scheduling import Calibration
+
+
+def calibrate(
+    target: Target,
+    drafter: Annotated[str, typer.Option("--drafter", "-d", help="The drafter: a folder or a model of the Hub.")],
+    tasks: Tasks = "gsm8k,mbpp,alpaca",
+    output: Output = Path("calibration"),
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="Write the temperatures into the drafter's own folder, not to a copy.")
+    ] = False,
+    min_rounds: Annotated[int, typer.Option(min=1, help="A slot seen in fewer rounds keeps T = 1.")] = 200,
+    max_prompts: MaxPrompts = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """
+    Make a drafter's confidence mean what it says: Sequential Temperature Scaling.
+
+    Decodes prompts that the drafter was not trained on, with every draft verified, and fits a temperature for each slot.
+    The temperatures become part of the drafter's configuration: of a copy in `drafter` of the output folder, or of the
+    drafter itself with --in-place. Also written: `calibration.json`, `reliability.png`, and `records.jsonl`, from which a
+    stopped run continues.
+    """
+    import json as json_module
+
+    from ..evaluation import BenchSettings
+    from ..scheduling import ConfidenceRounds, fit_temperatures, plot_reliability
+    from .loading import load_drafter, load_target, load_tasks
+    from .running import save_figure
+
+    if in_place:
+        _check_in_place(drafter)
+    loaded_tasks = load_tasks(tasks, max_prompts, seed)
+    model, tokenizer = load_target(target, dtype, device, threads)
+    loaded = load_drafter(drafter, model)
+    if loaded.confidence_head is None:
+        raise typer.BadParameter(f"{drafter} has no confidence head, so there is nothing to calibrate.")
+    loaded.config.confidence_temperatures = None  # What is fitted replaces what was there.
+    settings = BenchSettings(max_new_tokens, temperature, seed)
+    rounds = _collect(model, tokenizer, loaded, loaded_tasks, settings, output, {"target": target, "drafter": drafter})
+    num_slots = loaded.config.num_draft_tokens
+    calibration = fit_temperatures(ConfidenceRounds.from_records(rounds, num_slots), min_rounds=min_rounds)
+    written = _write(drafter, calibration, output, in_place)
+    document = asdict(calibration) | {"num_rounds": len(rounds), "drafter": str(written)}
+    (output / "calibration.json").write_text(json_module.dumps(document, indent=1) + "\n", encoding="utf-8")
+    save_figure(lambda: plot_reliability(calibration), output / "reliability.png")
+    if json:
+        print(json_module.dumps(document))
+        return
+    _print_calibration(calibration)
+    print(f"{len(rounds)} rounds. Drafter with its temperatures: {written}")
+
+
+def _collect(
+    model: Any, tokenizer: Any, drafter: Drafter, tasks: Any, settings: Any, output: Path, names: dict[str, str]
+) -> list[Any]:
+    """Rounds in which every draft was verified, those of an earlier run included."""
+    from ..evaluation.methods import calibration_method
+    from ..evaluation.records import RecordFile
+    from ..evaluation.runner import default_file, run_bench, run_settings
+    from .running import ShownProgress
+
+    methods = [calibration_method(drafter)]
+    described = run_settings(
+        methods=methods,
+        tasks=tasks,
+        settings=settings,
+        target_name=names["target"],
+        drafter=names["drafter"],
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+    file = RecordFile(default_file(output), described)
+    try:
+        with ShownProgress() as shown:
+            run_bench(model, tokenizer, methods, tasks, settings, file, shown.update)
+        return [round_ for record in file.records.values() for round_ in record.rounds]
+    finally:
+        file.close()
+
+
+def _check_in_place(drafter: str) -> None:
+    """
+    Raises:
+        typer.BadParameter: where there is no folder of our own format whose configuration could hold temperatures.
+    """
+    from transformers import PreTrainedConfig
+
+    from ..configuration_dspark import DSparkConfig
+
+    is_ours = Path(drafter).is_dir() and PreTrainedConfig.get_config_dict(drafter)[0].get("model_type") == (
+        DSparkConfig.model_type
+    )
+    if not is_ours:
+        raise typer.BadParameter(
+            f"--in-place needs a folder that DSparkDrafter.save_pretrained wrote, and {drafter} is none. Leave it out: the "
+            "drafter is then written to the output folder."
+        )
+
+
+def _write(drafter: str, calibration: Calibration, output: Path, in_place: bool) -> Path:
+    """Puts the temperatures where `from_pretrained` finds them; weights keep the number type that they have."""
+    from ..configuration_dspark import DSparkConfig
+    from ..drafter import Drafter
+
+    if in_place:
+        config = DSparkConfig.from_pretrained(drafter)
+        config.confidence_temperatures = calibration.temperatures
+        config.save_pretrained(drafter)
+        return Path(drafter)
+    copy = Drafter.from_pretrained(drafter, dtype="auto")
+    copy.config.confidence_temperatures = calibration.temperatures
+    copy.save_pretrained(output / "drafter")
+    return output / "drafter"
+
+
+def _print_calibration(calibration: Calibration) -> None:
+    from .running import print_table
+
+    rows = []
+    for slot, (t, b, a) in enumerate(zip(calibration.temperatures, calibration.before, calibration.after, strict=True)):
+        pairs = [f"{getattr(b, name):.4f} > {getattr(a, name):.4f}" for name in ("ece", "auc", "brier", "predicted")]
+        rows.append([str(slot + 1), str(b.weight), f"{t:.3f}", *pairs, f"{b.observed:.4f}"])
+    print_table(
+        "Calibration (before > after, on the rounds it was fitted to)",
+        ["slot", "rounds", "T", "ECE", "AUC", "Brier", "predicted", "observed"],
+        rows,
+    )
+    for slot, note in enumerate(calibration.notes):
+        if note:
+            print(f"slot {slot + 1}: {note}")

@@ -1,0 +1,100 @@
+"""What rounds cost here: the target's pass by its tokens, and drafting by the rows drafted for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from ..drafter import Drafter
+from ..generation.eagle3_candidate_generator import generator_of
+from ..hidden_states import output_hidden_states
+from ..scheduling import ThroughputCurve
+from ..scheduling.throughput_curve import DEFAULT_TOKEN_COUNTS
+from .meter import synchronize
+
+DEFAULT_ROW_COUNTS = (1, 2, 4, 8, 16, 32)
+_COMMITTED = 2  # Tokens of each row whose features the drafter takes in after a round.
+
+
+def measure_costs(
+    target: PreTrainedModel,
+    drafter: Drafter | None = None,
+    token_counts: Sequence[int] = DEFAULT_TOKEN_COUNTS,
+    row_counts: Sequence[int] = DEFAULT_ROW_COUNTS,
+    *,
+    context_length: int = 512,
+    num_repeats: int = 15,
+    compile: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ThroughputCurve:
+    """
+    The target's throughput curve, with the drafter's time where there is one.
+
+    Args:
+        target, drafter: In evaluation mode, on their device.
+        token_counts: Tokens a pass of the target.
+        row_counts: Rows to draft for.
+        context_length: Tokens of each row that came before.
+        num_repeats: Measurements of each, of which the median counts; warm-up comes on top.
+        compile: Whether to compile the target; a compiled drafter is given as such.
+        on_progress: Called with the measurements done and their total.
+    """
+    forward_kwargs: dict[str, Any] = {}
+    if drafter is not None:
+        forward_kwargs["output_hidden_states"] = output_hidden_states(drafter.config.hidden_state_indices)
+    num_warmup = 3
+    num_passes = len(set(token_counts)) * (num_warmup + num_repeats)
+    num_drafts = len(row_counts) * num_repeats if drafter is not None else 0
+    curve = ThroughputCurve.measure(
+        target,
+        token_counts,
+        context_length=context_length,
+        compile=compile,
+        num_warmup=num_warmup,
+        num_repeats=num_repeats,
+        forward_kwargs=forward_kwargs,
+        on_pass=lambda done: on_progress(done, num_passes + num_drafts),
+    )
+    if drafter is not None:
+        for place, num_rows in enumerate(sorted(set(row_counts))):
+            curve.drafting[num_rows] = drafting_seconds(target, drafter, num_rows, context_length, num_repeats)
+            on_progress(num_passes + (place + 1) * num_repeats, num_passes + num_drafts)
+    return curve
+
+
+@torch.no_grad()
+def drafting_seconds(
+    target: PreTrainedModel, drafter: Drafter, num_rows: int, context_length: int = 512, num_repeats: int = 15
+) -> float:
+    """
+    Median seconds of drafting whole greedy blocks for `num_rows` rows and of taking in what a round committed.
+
+    Args:
+        target, drafter: In evaluation mode.
+        num_rows: Rows drafted for together.
+        context_length: Context tokens of each row.
+        num_repeats: Rounds measured, after two more.
+    """
+    processors = [LogitsProcessorList()] * num_rows
+    wants_confidence = drafter.confidence_head is not None
+    generator = generator_of(drafter)(drafter, target, processors, want_confidence=wants_confidence)
+    width = drafter.config.target_hidden_size * len(drafter.config.target_layer_ids)
+    features = torch.randn(num_rows, context_length, width, dtype=target.dtype, device=target.device)
+    ids = [
+        torch.randint(drafter.config.vocab_size, (1, context_length + 1), device=target.device) for _ in range(num_rows)
+    ]
+    generator.observe(list(features), [context_length] * num_rows)
+    times = []
+    for _ in range(2 + num_repeats):
+        synchronize(target.device)
+        started = time.perf_counter()
+        generator.draft(ids, [drafter.config.num_draft_tokens] * num_rows)  # type: ignore[arg-type]
+        generator.observe(list(features[:, :_COMMITTED]), [_COMMITTED] * num_rows)
+        synchronize(target.device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
