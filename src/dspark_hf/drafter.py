@@ -78,7 +78,8 @@ class Drafter(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "config_class" in vars(cls):
-            Drafter._kinds.setdefault(cls.config_class.model_type, cls)  # Subclasses of a kind inherit its configuration.
+            # Subclasses of a kind inherit its configuration.
+            Drafter._kinds.setdefault(cls.config_class.model_type, cls)
 
     def _add_embeddings(self) -> None:
         """The last step of a kind's `__init__`: what the drafter speaks through, and initial weights."""
@@ -214,7 +215,8 @@ class Drafter(PreTrainedModel):
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
         drafter._check_values(pretrained_model_name_or_path)
         # transformers reads these only for models that generate by themselves.
-        for name, value in checkpoint.generation_settings.items():  # `update` leaves out names that are not transformers' own.
+        # `update` leaves out names that are not transformers' own.
+        for name, value in checkpoint.generation_settings.items():
             setattr(drafter.generation_config, name, value)
         if checkpoint.throughput_curve is not None:
             drafter.throughput_curve = ThroughputCurve.from_dict(checkpoint.throughput_curve)
@@ -277,7 +279,7 @@ class Drafter(PreTrainedModel):
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs} if push_to_hub else {}
         written = None
         if format is not None:
-            written = export(self, save_directory, format)
+            written = export(self, save_directory, format) if is_main_process else None
         else:
             model = self._with_embeddings() if include_embeddings else self
             super(Drafter, model).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)

@@ -52,9 +52,8 @@ def _asked_for() -> str:
 
 
 def _load(model: PreTrainedModel, name: str, hub: dict[str, Any]) -> Drafter:
-    device = model.get_input_embeddings().weight.device
-    key = (name, hub.get("revision"), hub.get("subfolder"), model.dtype, device)
+    key = (name, hub.get("revision"), hub.get("subfolder"), model.dtype, model.device)
     loaded = _drafters.setdefault(model, {})
     if key not in loaded:
-        loaded[key] = Drafter.from_pretrained(name, dtype=model.dtype, **hub).to(device).eval()
+        loaded[key] = Drafter.from_pretrained(name, dtype=model.dtype, **hub).to(model.device).eval()
     return loaded[key]

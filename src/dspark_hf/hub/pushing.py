@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
 
@@ -43,7 +44,7 @@ class Commit:
 
     repo_id: str
     private: bool | None = None
-    token: str | bool | None = None
+    token: str | bool | None = field(default=None, repr=False)  # No traceback or log shows it.
     revision: str | None = None
     create_pr: bool = False
     message: str | None = None
@@ -141,15 +142,12 @@ def _source(drafter: Drafter, beside: str | PathLike[str] | None) -> Path | None
 
 
 def _has_weights_of(folder: Path, drafter: Drafter) -> bool:
+    ours = drafter.state_dict()
     try:
-        checkpoint = read_checkpoint(folder, None, {})
-        stored = checkpoint.read_tensors(set(checkpoint.tensors))
+        stored = read_checkpoint(folder, None, {}).read_tensors(set(ours))
     except (OSError, ValueError):
         return False
-    return all(
-        name in stored and stored[name].shape == ours.shape and bool((stored[name].to(ours) == ours).all())
-        for name, ours in drafter.state_dict().items()
-    )
+    return stored.keys() == ours.keys() and all(torch.equal(stored[name].to(ours[name]), ours[name]) for name in ours)
 
 
 def _copy_companions(source: Path, folder: Path) -> None:
