@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -144,36 +143,3 @@ class DSparkDrafter(Drafter):
                 layer_mask = drafting_mask(positions, key_positions, cache.lengths, window, causal)
             masks[layer_type] = as_attention_argument(layer_mask, self.config._attn_implementation, dtype)
         return masks
-
-    # ------------------------------------------------------------------ warm start
-
-    def with_heads(
-        self, markov_rank: int = 256, markov_head_type: str = "vanilla", enable_confidence_head: bool = True
-    ) -> DSparkDrafter:
-        """
-        A copy of this drafter with new heads, to be trained from there: a DFlash drafter becomes a DSpark drafter.
-
-        The transition bias is zero at first, so until it is trained the copy drafts what this drafter drafts. The slot layout
-        stays. Heads that this drafter has are not kept.
-
-        ```python
-        >>> drafter = DSparkDrafter.from_pretrained("z-lab/Qwen3-4B-DFlash-b16").with_heads(markov_rank=256)  # doctest: +SKIP
-        ```
-
-        Args:
-            markov_rank, markov_head_type, enable_confidence_head: As in [`DSparkConfig`].
-        """
-        config = copy.deepcopy(self.config)
-        config.markov_rank, config.markov_head_type = markov_rank, markov_head_type
-        config.enable_confidence_head = enable_confidence_head
-        config.confidence_head_with_markov = enable_confidence_head and markov_rank > 0
-        config.confidence_temperatures = None
-        drafter = type(self)(config).to(device=self.device, dtype=self.dtype)
-        heads = ("markov_head.", "confidence_head.")
-        kept = {name: tensor for name, tensor in self.state_dict().items() if not name.startswith(heads)}
-        drafter.load_state_dict(kept, strict=False)
-        if drafter.markov_head is not None:
-            nn.init.zeros_(drafter.markov_head.markov_w2.weight)
-        drafter.generation_config = copy.deepcopy(self.generation_config)
-        drafter._bound = self._bound
-        return drafter.train(self.training)

@@ -14,6 +14,7 @@ _EXPORTS = {
     "encode_rows": "chat",
     "select_draft_vocabulary": "draft_vocab",
     "set_draft_vocabulary": "draft_vocab",
+    "warm_start": "adaptation",
 }
 __all__ = sorted(_EXPORTS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers.utils import logging
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def warm_start(drafter: DSparkDrafter, **changes: Any) -> DSparkDrafter:
     """
     A drafter with a changed configuration that keeps every weight whose name and shape stay.
 
-    So a DFlash drafter becomes a DSpark drafter: `warm_start(dflash, markov_rank=256)`.
+    So a DFlash drafter becomes a DSpark drafter: `warm_start(dflash, markov_rank=256)`. The transition bias of a new head is
+    zero at first, so until it is trained the drafter drafts what it drafted before.
 
     Args:
         drafter: Where to start from; returned as it is when nothing changes.
@@ -33,10 +35,12 @@ def warm_start(drafter: DSparkDrafter, **changes: Any) -> DSparkDrafter:
         return drafter
     if changes.get("markov_rank") and not config.markov_rank:
         changes = {"enable_confidence_head": True, "confidence_head_with_markov": True} | changes
-    made = type(drafter)(type(config)(**(config.to_dict() | changes))).to(drafter.dtype)
+    made = type(drafter)(type(config)(**(config.to_dict() | changes))).to(device=drafter.device, dtype=drafter.dtype)
     shapes = {name: tensor.shape for name, tensor in made.state_dict().items()}
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if shapes.get(name) == tensor.shape}
     made.load_state_dict(kept, strict=False)
+    if made.markov_head is not None and "markov_head.markov_w2.weight" not in kept:
+        nn.init.zeros_(made.markov_head.markov_w2.weight)
     logger.warning(f"{len(kept)} tensors are kept; new: {', '.join(sorted(shapes.keys() - kept)) or 'none'}.")
     return made
 
@@ -68,3 +72,25 @@ def add_lora(
         modules_to_save=present if heads else None,
     )
     return get_peft_model(drafter, config)
+
+
+def has_own_adapter(model: Any) -> bool:
+    """Whether a drafter got an adapter by `add_adapter`, which makes it no PEFT model: the Trainer then cannot load one."""
+    return getattr(model, "_hf_peft_config_loaded", False) and hasattr(model, "active_adapters")
+
+
+def load_own_adapter(drafter: DSparkDrafter, folder: str) -> None:
+    """
+    Loads the weights of the active adapter from a checkpoint.
+
+    Raises:
+        ValueError: when the checkpoint's adapter has other tensors than the active one.
+    """
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    (active,) = drafter.active_adapters()
+    saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_peft_weights(folder).items()}
+    wrong = set_peft_model_state_dict(drafter, saved, adapter_name=active).unexpected_keys
+    if wrong:
+        raise ValueError(f"The adapter in '{folder}' has tensors that {active!r} has not: {', '.join(sorted(wrong))}.")
