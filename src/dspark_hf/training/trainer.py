@@ -23,6 +23,7 @@ from ..configuration_dspark import DSparkConfig
 from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..masks import anchor_mask, anchor_mask_mod
+from .adaptation import has_own_adapter, load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
 from .chat import encode_rows
@@ -127,8 +128,17 @@ class DSparkTrainer(Trainer):
         self.target_head = TargetHead(theirs, self._logit_rule)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if has_own_adapter(self.model):
+            load_own_adapter(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._bind(self.model)  # The checkpoint may have brought another draft vocabulary.
+
+    def _load_best_model(self) -> None:
+        if has_own_adapter(self.model):
+            load_own_adapter(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
 
     @staticmethod
     def _collator(model: Drafter, args: DSparkTrainingArguments, seed: int) -> DSparkCollator:
