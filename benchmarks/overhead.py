@@ -167,7 +167,7 @@ def loops_of(target, tokenizer, drafter, settings: dict) -> tuple[dict[str, Loop
     """The loops that run here by name, and why others do not."""
     loops: dict[str, Loop] = {
         "plain": lambda ids: generate(target, ids, settings),
-        "dspark-hf": lambda ids: generate(target, ids, settings, assistant_model=drafter),
+        "dspark-hf": lambda ids: generate(target, ids, settings, assistant_model=drafter, drafting_backoff=False),
     }
     missing = {}
     others = {

@@ -51,6 +51,7 @@ def acceptance(target, drafter, tokenizer, conversations, max_new_tokens, num_ro
                 max_new_tokens=max_new_tokens,
                 assistant_model=drafter,
                 assistant_confidence_threshold=0.0,
+                drafting_backoff=False,
             )
             print(f"\r  {min(start + num_rows, len(ordered))}/{len(ordered)} prompts", end="", file=sys.stderr)
     print(file=sys.stderr)

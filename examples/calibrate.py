@@ -37,7 +37,11 @@ with record_speculation() as stats:
     for prompt in prompts:
         ids = Conversation(tokenizer).ask(prompt)
         target.generate(
-            ids, assistant_model=drafter, assistant_confidence_threshold=0.0, max_new_tokens=args.max_new_tokens
+            ids,
+            assistant_model=drafter,
+            assistant_confidence_threshold=0.0,
+            drafting_backoff=False,
+            max_new_tokens=args.max_new_tokens,
         )
 
 # 2. Sequential Temperature Scaling; slots seen too rarely keep their temperature of 1, and the table says so.

@@ -163,3 +163,28 @@ def test_calibrate_refuses_a_drafter_without_a_confidence_head(folders, prompts,
 def test_in_place_needs_a_folder_of_ours(folders, prompts, tmp_path):
     result = calibrate(folders, "someone/drafter", prompts, tmp_path / "out", "--in-place")
     assert result.exit_code == 2 and "Leave it out" in " ".join(result.output.split())
+
+
+# ---------------------------------------------------------------------- bench, by cost
+
+
+def test_bench_measures_a_curve_where_the_drafter_brings_none(folders, prompts, tmp_path):
+    models = (
+        "--target",
+        folders.target,
+        "--drafter",
+        folders.perfect,
+        "--tasks",
+        prompts,
+        "--output",
+        tmp_path / "out",
+    )
+    limits = ("--max-prompts", 1, "--max-new-tokens", 6, "--temperature", 0, "--device", "cpu", "--no-prompt-lookup")
+    result = invoke("bench", *models, *limits, "--schedule", "throughput", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["identity"]["dspark throughput"] | {"differences": []} == {
+        "checked": 1,
+        "different": 0,
+        "differences": [],
+    }

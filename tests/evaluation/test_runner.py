@@ -15,6 +15,7 @@ from dspark_hf.evaluation.methods import dflash_method, is_dflash, prompt_lookup
 from dspark_hf.evaluation.profiling import PARTS, PYTHON, TIMED, profile_methods
 from dspark_hf.evaluation.records import RecordFile
 from dspark_hf.evaluation.runner import answer, common_length, prompts_of, rotated, run_settings
+from dspark_hf.scheduling import ThroughputCurve
 
 GREEDY = BenchSettings(max_new_tokens=12, temperature=0.0)
 TASKS = [
@@ -173,6 +174,10 @@ def test_schedules_by_name(target):
     drafter = tiny.random_drafter(target)
     assert schedule_method(drafter, "fixed:2").arguments["num_assistant_tokens"] == 2
     assert schedule_method(drafter, "threshold:0.5").arguments["assistant_confidence_threshold"] == 0.5
+    curve = ThroughputCurve([1, 2], [1.0, 1.1])
+    by_cost = schedule_method(drafter, "throughput", curve=curve).arguments
+    assert by_cost["verify_scheduler"].curve is curve and by_cost["drafting_backoff"]
+    assert schedule_method(drafter, "fixed").arguments["drafting_backoff"] is False
     with pytest.raises(ValueError, match="none of fixed"):
         schedule_method(drafter, "fixed:x")
     headless = tiny.random_drafter(target, enable_confidence_head=False)

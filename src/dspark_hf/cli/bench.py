@@ -39,7 +39,8 @@ def bench(
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help="How many drafts to verify: fixed, fixed:N or threshold:P (such as threshold:0.5). May be repeated; "
+            help="How many drafts to verify: fixed, fixed:N, threshold:P (such as threshold:0.5), throughput or "
+            "async_throughput (by cost: the drafter's curve, see `profile`, or one measured at the start). May be repeated; "
             "fixed by default."
         ),
     ] = None,
@@ -113,7 +114,9 @@ def _methods(
     """The methods to compare, plain `generate` first."""
     from transformers import AutoModelForCausalLM
 
+    from ..evaluation.costs import curve_here
     from ..evaluation.methods import (
+        BY_COST,
         assistant_method,
         dflash_method,
         is_dflash,
@@ -133,8 +136,10 @@ def _methods(
         if dflash and is_dflash(loaded):
             suffix = "" if len(names) == 1 else f" {label}"
             methods.append(dflash_method(loaded, f"dflash{suffix} (transformers)"))
+        weighs_costs = loaded.confidence_head is not None and any(schedule in BY_COST for schedule in schedules)
+        curve = curve_here(model, loaded) if weighs_costs else None
         try:
-            methods += [schedule_method(loaded, schedule, label) for schedule in schedules]
+            methods += [schedule_method(loaded, schedule, label, curve) for schedule in schedules]
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
     return methods

@@ -12,6 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..drafter import Drafter
 from ..generation.eagle3_candidate_generator import generator_of
+from ..generation.requirements import curve_of
 from ..hidden_states import output_hidden_states
 from ..scheduling import ThroughputCurve
 from ..scheduling.throughput_curve import DEFAULT_TOKEN_COUNTS
@@ -65,6 +66,15 @@ def measure_costs(
             curve.drafting[num_rows] = drafting_seconds(target, drafter, num_rows, context_length, num_repeats)
             on_progress(num_passes + (place + 1) * num_repeats, num_passes + num_drafts)
     return curve
+
+
+def curve_here(target: PreTrainedModel, drafter: Drafter) -> ThroughputCurve:
+    """The curve that the drafter brings, where it was measured on this target and machine; otherwise a new one."""
+    known = curve_of(drafter, target)
+    if known is not None:
+        return known
+    counts = range(1, drafter.config.num_draft_tokens + 2)
+    return measure_costs(target, drafter, counts, (1,), context_length=256, num_repeats=9)
 
 
 @torch.no_grad()

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling_dspark import DSparkDrafter
-from ..scheduling import FixedLength
+from ..scheduling import ThroughputCurve, build_scheduler
 
 PLAIN = "plain"
 SLIDING = "sliding layers"
+BY_COST = ("throughput", "async_throughput")  # Schedules that weigh drafts against what a round costs.
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def dspark_method(
     fields: dict[str, Any] | None = None,
 ) -> Method:
     """
-    Our loop.
+    Our loop, drafting in every round even where that does not pay: the drafter is what is measured.
 
     Args:
         drafter: The drafter.
@@ -69,7 +70,7 @@ def dspark_method(
             drafter's own setting.
         fields: As in [`Method`].
     """
-    arguments: dict[str, Any] = {"assistant_model": drafter}
+    arguments: dict[str, Any] = {"assistant_model": drafter, "drafting_backoff": False}
     if num_tokens is not None:
         arguments["num_assistant_tokens"] = num_tokens
     if threshold is not None:
@@ -79,34 +80,41 @@ def dspark_method(
 
 def calibration_method(drafter: DSparkDrafter) -> Method:
     """Our loop in the way that tells most about the confidence head: every round drafts, and every draft is verified."""
-    arguments = {"assistant_model": drafter, "num_assistant_tokens": drafter.config.num_draft_tokens}
-    arguments |= {"verify_scheduler": FixedLength(), "drafting_backoff": False}
-    return Method("calibration", arguments, drafter)
+    return dspark_method(drafter, "calibration", num_tokens=drafter.config.num_draft_tokens, threshold=0.0)
 
 
-def schedule_method(drafter: DSparkDrafter, schedule: str, label: str = "dspark") -> Method:
+def schedule_method(
+    drafter: DSparkDrafter, schedule: str, label: str = "dspark", curve: ThroughputCurve | None = None
+) -> Method:
     """
     Our loop with a schedule given as text.
 
     Args:
         drafter: The drafter.
-        schedule: `fixed` (whole blocks), `fixed:N` (N drafts a round) or `threshold:P` (confidence at least P).
+        schedule: `fixed` (whole blocks), `fixed:N` (N drafts a round), `threshold:P` (confidence at least P), or
+            `throughput` and `async_throughput` (by cost; drafting pauses where it does not pay).
         label: What the drafter is called.
+        curve: What rounds cost, for the last two.
 
     Raises:
-        ValueError: for any other text, or a threshold where the drafter has no confidence head.
+        ValueError: for any other text, or a schedule by confidence where the drafter has no confidence head.
     """
     kind, _, value = schedule.partition(":")
     name = f"{label} {schedule}"
     if kind == "fixed" and (not value or value.isdigit()):
         return dspark_method(drafter, name, num_tokens=int(value) if value else None, threshold=0.0)
-    if kind == "threshold" and _is_probability(value):
-        if drafter.confidence_head is None:
-            raise ValueError(f"Schedule {schedule!r} needs a drafter with a confidence head, and {label!r} has none.")
+    by_cost = schedule in BY_COST
+    if not by_cost and not (kind == "threshold" and _is_probability(value)):
+        raise ValueError(
+            f"Schedule {schedule!r} is none of fixed, fixed:N (drafts a round), threshold:P (such as threshold:0.5), "
+            f"{' and '.join(BY_COST)}."
+        )
+    if drafter.confidence_head is None:
+        raise ValueError(f"Schedule {schedule!r} needs a drafter with a confidence head, and {label!r} has none.")
+    if not by_cost:
         return dspark_method(drafter, name, threshold=float(value))
-    raise ValueError(
-        f"Schedule {schedule!r} is none of fixed, fixed:N (drafts a round) and threshold:P (such as threshold:0.5)."
-    )
+    scheduler = build_scheduler(schedule, curve=curve)
+    return Method(name, {"assistant_model": drafter, "verify_scheduler": scheduler, "drafting_backoff": True}, drafter)
 
 
 def _is_probability(text: str) -> bool:

@@ -76,9 +76,10 @@ class Difference:
     gap: float | None
 
 
-class RecordFile:
+class LineFile:
     """
-    The file of a run. A line is on disk before the next measurement starts, so a run that was stopped can go on.
+    A file of JSON lines that a run writes. A line is on disk before the next measurement starts, so a run that was stopped
+    can go on. Those who derive from it say in `_take` what a line is.
 
     Args:
         path: The file; it is made when it does not exist.
@@ -90,9 +91,6 @@ class RecordFile:
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = path
-        self.records: dict[tuple[str, int, str], Record] = {}
-        self.differences: list[Difference] = []
-        self.checked: set[tuple[str, int, str]] = set()
         settings = json.loads(json.dumps(settings))
         path.parent.mkdir(parents=True, exist_ok=True)
         complete = list(_complete_lines(path))
@@ -103,6 +101,27 @@ class RecordFile:
         self._file = path.open("a", encoding="utf-8")
         if not complete:
             self._write({"settings": settings})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, line: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+class RecordFile(LineFile):
+    """The file of a `bench` or `sweep` run; see [`LineFile`]."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self.records: dict[tuple[str, int, str], Record] = {}
+        self.differences: list[Difference] = []
+        self.checked: set[tuple[str, int, str]] = set()
+        super().__init__(path, settings)
 
     def add(self, record: Record) -> None:
         """Keeps a finished measurement."""
@@ -118,9 +137,6 @@ class RecordFile:
         self._take(line)
         self._write(line)
 
-    def close(self) -> None:
-        self._file.close()
-
     # ------------------------------------------------------------------ helpers
 
     def _take(self, line: dict[str, Any]) -> None:
@@ -134,11 +150,6 @@ class RecordFile:
             self.checked.add((task, prompt, method))
             if line["check"]["difference"] is not None:
                 self.differences.append(Difference(**line["check"]["difference"]))
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def pack_rounds(rounds: list[Round]) -> dict[str, list]:
