@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..drafter import Drafter
     from ..evaluation import Task
-    from ..modeling_dspark import DSparkDrafter
 
 
 def load_target(
@@ -32,11 +32,11 @@ def load_target(
     return target.to(device or default_device()).eval(), AutoTokenizer.from_pretrained(name)
 
 
-def load_drafter(name: str, target: PreTrainedModel) -> DSparkDrafter:
+def load_drafter(name: str, target: PreTrainedModel) -> Drafter:
     """A drafter for `target`, in its number type and on its device."""
-    from ..modeling_dspark import DSparkDrafter
+    from ..drafter import Drafter
 
-    drafter = DSparkDrafter.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
+    drafter = Drafter.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
     drafter.bind(target)
     return drafter
 

@@ -146,6 +146,8 @@ def _relative_size(drafter: Drafter, target: PreTrainedModel) -> float:
     lookups = [] if getattr(embedding, "weight", None) is getattr(head, "weight", None) else [embedding]
     own = _num_weights(drafter) - sum(_num_weights(m) for m in (drafter.embed_tokens, drafter.lm_head) if m is not None)
     own += drafter.config.logits_size * drafter.config.hidden_size
+    if drafter.config.is_autoregressive:  # Read again for every draft.
+        own *= drafter.config.num_draft_tokens
     return own / max(_num_weights(target) - sum(_num_weights(module) for module in lookups), 1)
 
 
