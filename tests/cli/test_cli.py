@@ -10,6 +10,7 @@ import tiny_folders
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import typer
 from typer.testing import CliRunner
 
 from dspark_hf import cli
@@ -188,15 +189,38 @@ def test_env_for_people_and_programs():
     assert found["packages"]["transformers"] and found["python"]
 
 
-@pytest.mark.parametrize("command", ["bench", "sweep", "chat", "env"])
-def test_every_option_has_its_help(command):
-    import typer
+COMMANDS = typer.main.get_command(app).commands
 
-    group = typer.main.get_command(app)
-    parameters = group.commands[command].params
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
+def test_every_option_has_its_help(command):
+    parameters = COMMANDS[command].params
     assert parameters and all(parameter.help for parameter in parameters if parameter.name != "help")
     result = invoke(command, "--help")
-    assert result.exit_code == 0 and group.commands[command].help.splitlines()[0][:40] in result.output
+    assert result.exit_code == 0 and COMMANDS[command].help.splitlines()[0][:40] in result.output
+
+
+def test_an_option_is_spelt_alike_in_every_command():
+    spellings = {}
+    for command in COMMANDS.values():
+        for parameter in command.params:
+            long = [option for option in parameter.opts if option.startswith("--")]
+            if long:
+                spellings.setdefault(long[0], set()).add(tuple(parameter.opts))
+    assert {name: found for name, found in spellings.items() if len(found) > 1} == {}
+    assert ("--target", "-t") in spellings["--target"]
+
+
+def test_the_commands_and_what_they_are_for():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for name, command in COMMANDS.items():
+        assert name in result.output and command.help
+
+
+def test_no_command_shows_the_help_and_is_wrong_usage():
+    result = invoke()
+    assert result.exit_code == 2 and "Usage" in result.output
 
 
 def test_version():

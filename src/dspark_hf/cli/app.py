@@ -13,8 +13,8 @@ from .chat import chat
 from .convert import convert
 from .env import env
 from .inspect import inspect
-from .regenerate import regenerate
 from .profile import profile
+from .regenerate import regenerate
 from .sweep import sweep
 from .train import CONTEXT as TRAIN_CONTEXT
 from .train import train
@@ -46,14 +46,15 @@ def options(
     """DSpark speculative decoding for Hugging Face transformers."""
 
 
-app.command()(regenerate)
-app.command()(cache_features)
-app.command(context_settings=TRAIN_CONTEXT)(train)
-app.command()(bench)
-app.command()(sweep)
-app.command()(chat)
-app.command()(inspect)
-app.command()(convert)
-app.command()(profile)
-app.command()(calibrate)
-app.command()(env)
+TRAINING, MEASURING, USING, FILES = "Training", "Measuring", "Using", "Files and reports"
+app.command(rich_help_panel=TRAINING)(regenerate)
+app.command(rich_help_panel=TRAINING)(cache_features)
+app.command(rich_help_panel=TRAINING, context_settings=TRAIN_CONTEXT)(train)
+app.command(rich_help_panel=TRAINING)(calibrate)
+app.command(rich_help_panel=MEASURING)(bench)
+app.command(rich_help_panel=MEASURING)(sweep)
+app.command(rich_help_panel=MEASURING)(profile)
+app.command(rich_help_panel=USING)(chat)
+app.command(rich_help_panel=FILES)(inspect)
+app.command(rich_help_panel=FILES)(convert)
+app.command(rich_help_panel=FILES)(env)
