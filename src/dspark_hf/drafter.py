@@ -55,7 +55,7 @@ class Drafter(PreTrainedModel):
     config_class = DSparkConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkDecoderLayer", "Eagle3DecoderLayer"]
+    _no_split_modules = ["DSparkDecoderLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True

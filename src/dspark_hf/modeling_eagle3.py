@@ -76,6 +76,7 @@ class Eagle3Drafter(Drafter):
 
     config_class = Eagle3Config
     config: Eagle3Config
+    _no_split_modules = ["Eagle3DecoderLayer"]
 
     # What block drafters may have.
     markov_head = None
