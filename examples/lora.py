@@ -16,8 +16,7 @@ from smollm2 import ensure_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDrafter, record_speculation
-from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, encode_rows
-from dspark_hf.training.adaptation import add_lora
+from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, add_lora, encode_rows
 from dspark_hf.training.regeneration import RegenerationSettings, Regenerator, read_prompts
 
 TOPICS = """add two numbers; reverse a string; count words; sort a list; find the largest number; sum a list; check for a

@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import tiny
 from dspark_hf import DSparkDrafter
@@ -104,6 +104,30 @@ def test_cached_features_train_as_those_computed_on_the_way(make_trainer, rows, 
         trainer.train()
         results.append(losses(trainer))
     assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("place", ["disk", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_target_elsewhere_trains_the_same(place, make_trainer, tmp_path):
+    """Layers offloaded to the disk, or the drafter on a GPU and the target beside it."""
+    target = tiny.qwen3()
+    target.save_pretrained(tmp_path / "target")
+    parts = [
+        "model.embed_tokens",
+        "model.norm",
+        "model.rotary_emb",
+        "lm_head",
+        *(f"model.layers.{i}" for i in range(4)),
+    ]
+    away = {"model.layers.1": place, "model.layers.2": place, "lm_head": place} if place == "disk" else {}
+    elsewhere = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", device_map=dict.fromkeys(parts, "cpu") | away, offload_folder=tmp_path / "offload"
+    )
+    results = []
+    for some in (target, elsewhere):
+        trainer = make_trainer(tiny.random_drafter(target), some, max_steps=3, use_cpu=place == "disk")
+        trainer.train()
+        results.append(losses(trainer))
+    assert results[0] == pytest.approx(results[1], rel=1e-5 if place == "disk" else 1e-2)
 
 
 def test_workers_give_the_anchors_of_the_main_process(make_trainer):

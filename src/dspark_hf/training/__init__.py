@@ -6,10 +6,12 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
+    "CachePlan": "features",
     "CachedFeatureDataset": "features",
     "DSparkCollator": "collator",
     "DSparkTrainer": "trainer",
     "DSparkTrainingArguments": "arguments",
+    "add_lora": "adaptation",
     "cache_features": "features",
     "encode_rows": "chat",
     "select_draft_vocabulary": "draft_vocab",
@@ -20,7 +22,7 @@ __all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: `python -m dspark_hf.training.regeneration` needs none of what a trainer does.
+    # On demand: `dspark-hf regenerate` needs none of what a trainer does.
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
