@@ -141,8 +141,11 @@ def test_training_leaves_everything_behind_and_goes_on(folders, responses, tmp_p
 
     result = train(folders, responses, output, "--max_steps", 6, "--save_steps", 2, "--draft_vocab_size", 60)
     assert result.exit_code == 0, repr(result.exception)
+    assert (
+        train(folders, responses, output, "--max_steps", 6, "--save_steps", 2, "--draft_vocab_size", 60).exit_code == 0
+    )
     rows = log(output)
-    assert [row["step"] for row in rows if row["loss"]] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["step"] for row in rows if row["loss"]] == ["1", "2", "3", "4", "5", "6"]  # Finished stays finished.
     hours = [float(row["hours"]) for row in rows]
     assert hours == sorted(hours)
 

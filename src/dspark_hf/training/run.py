@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerState,
+    set_seed,
+)
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
@@ -86,7 +94,8 @@ def train(command: TrainCommand) -> TrainingRun:
         processing_class=tokenizer,
         callbacks=[CsvLog()],
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if not take_finished(trainer, checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint)
     metrics = trainer.evaluate() if held_out is not None else {}
     trainer.save_model()
     trainer.save_state()
@@ -200,6 +209,24 @@ def used_tokens(config: DSparkConfig, data: Any, end_ids: list[int]) -> torch.Te
 def last_checkpoint(folder: str) -> str | None:
     """The newest checkpoint in a run's folder."""
     return get_last_checkpoint(folder) if os.path.isdir(folder) else None
+
+
+def take_finished(trainer: DSparkTrainer, checkpoint: str | None) -> bool:
+    """
+    Whether a checkpoint is the end of its run, whose drafter the trainer then has. (The Trainer itself would go one
+    step beyond.)
+    """
+    if checkpoint is None or not (file := Path(checkpoint) / TRAINER_STATE_NAME).exists():
+        return False
+    state, arguments = TrainerState.load_from_json(str(file)), trainer.args
+    if arguments.max_steps > 0:
+        finished = state.global_step >= arguments.max_steps
+    else:
+        finished = (state.epoch or 0.0) >= arguments.num_train_epochs
+    if finished:
+        trainer.state = state
+        trainer._load_from_checkpoint(state.best_model_checkpoint or checkpoint)
+    return finished
 
 
 def save_figure(history: list[dict[str, float]], path: Path) -> None:
