@@ -165,6 +165,15 @@ def test_a_mask_embedding_of_its_own(target, tmp_path: Path):
     assert loaded.config.rope_parameters["partial_rotary_factor"] == 0.5
 
 
+def test_a_mask_embedding_in_a_pickle_file_is_not_left_out_silently(target, tmp_path: Path):
+    folder = spellings.zlab(bound(target, markov_rank=0, enable_confidence_head=False, value_scale=0.5), tmp_path)
+    change_config(folder, attention_value_scale=0.5)
+    DSparkDrafter.from_pretrained(folder)
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt"):
+        DSparkDrafter.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("place", ["at the top", "in dflash_config"])
 def test_nested_fields_win(target, place: str, tmp_path: Path):
     drafter = bound(target, markov_rank=0, enable_confidence_head=False, sample_from_anchor=False)

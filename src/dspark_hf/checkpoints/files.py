@@ -131,10 +131,8 @@ def read_weight_map(path: Any, hub: dict[str, Any], headers_only: bool = False) 
     Raises:
         OSError: when there is no safetensors file, or the index names anything but files beside it.
     """
-    if headers_only and is_remote(path):
-        single = _hub_api(hub).file_exists(
-            str(path), _in_repository(SAFE_WEIGHTS_NAME, hub), revision=hub.get("revision")
-        )
+    if headers_only:
+        single = has_file(path, SAFE_WEIGHTS_NAME, hub)
     else:
         single = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **hub) is not None
     if single:
@@ -195,6 +193,13 @@ def _tensors_of(file: str) -> dict[str, TensorInfo]:
 def is_remote(path: Any) -> bool:
     """Whether a path names a repository of the Hub that may be asked."""
     return not Path(path).exists() and not is_offline_mode()
+
+
+def has_file(path: Any, name: str, hub: dict[str, Any]) -> bool:
+    """Whether a checkpoint has a file of that name, which is not fetched."""
+    if is_remote(path):
+        return _hub_api(hub).file_exists(str(path), _in_repository(name, hub), revision=hub.get("revision"))
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub) is not None
 
 
 def _hub_api(hub: dict[str, Any]) -> HfApi:

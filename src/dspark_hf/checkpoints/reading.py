@@ -20,6 +20,7 @@ from .files import (
     Shape,
     Source,
     TensorInfo,
+    has_file,
     printable,
     read_config,
     read_generation_settings,
@@ -183,6 +184,11 @@ def open_source(
             f"{path} is not a DSpark drafter in a format known here: model_type={raw.get('model_type')!r}, "
             f"architectures={raw.get('architectures')}. Known: {', '.join(reader.NAME for reader in FORMATS)}, "
             f"with architectures such as {', '.join(native.ARCHITECTURES)}, DSparkDraftModel and DFlashDraftModel."
+        )
+    if zlab.is_mimo(raw) and "mask_embedding" not in renamed and has_file(path, zlab.MASK_PICKLE, hub):
+        raise ValueError(
+            f"The masked slots of {path} start from a vector in {zlab.MASK_PICKLE}, without which it drafts nonsense. Pickle "
+            "files are not read: put the vector into the safetensors file as 'mask_embedding.weight'."
         )
     return SafetensorsSource(raw, tensors), reader
 

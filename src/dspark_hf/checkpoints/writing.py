@@ -126,6 +126,7 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
     dst = Path(dst)
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise FileExistsError(f"{dst} already holds something: choose a new folder.")
+    drafter._check_values(drafter.config.name_or_path or type(drafter).__name__)
     check_servable(drafter.config, dst, format)
     config, tensors = translate(drafter, format)
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +147,11 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
 
 def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
     """Raises `ValueError` when what a format is for does not know this drafter, or every engine it is for refuses it."""
+    if config.is_autoregressive:
+        raise ValueError(
+            f"The {format} format is for block drafters, and this is an EAGLE-3 drafter: leave format= out to save it for "
+            "this library."
+        )
     if format in LIMITS and (unknown := list(LIMITS[format](config))):
         raise ValueError(
             f"The {format} format cannot hold this drafter:\n" + "\n".join(f"- {part}" for part in unknown)
@@ -248,11 +254,9 @@ def check_written(drafter: DSparkDrafter, folder: Path, format: str) -> None:
             problems.append(f"{name} did not come back bit for bit")
         elif name not in tensors and name not in EMBEDDINGS:
             problems.append(f"{name} has no place in it")
-        elif ours.is_floating_point() and not torch.isfinite(ours).all():
-            problems.append(f"{name} holds NaN or infinite values")
     if format != "speculators":
         problems += list(_parse_problems(folder, drafter.config))
-    if (layers := drafter.config.num_target_layers) and max(drafter.config.target_layer_ids) > layers - 2:
+    if (layers := drafter.config.num_target_layers) and max(drafter.config.target_layer_ids or [-1]) > layers - 2:
         problems.append(
             f"the target's last layer ({layers - 1}) is tapped, which engines read before or after its final norm"
         )

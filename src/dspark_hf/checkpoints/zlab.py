@@ -16,6 +16,9 @@ from .files import TensorInfo
 
 NAME = "z-lab DFlash"
 
+# MiMo drafters keep the vector of their masked slots in a pickle file.
+MASK_PICKLE = "mask_embedding.pt"
+
 
 def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
     return "DFlashDraftModel" in (config.get("architectures") or ())
@@ -24,5 +27,9 @@ def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
 def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
     has_head = any(name.startswith("markov_head.") for name in tensors) or bool(Fields(config).get("markov_rank"))
     # MiMo's layers, told by their scaled values, really rotate a part of the head; elsewhere the factor is inherited.
-    rope = rotation(config, keep_partial=Fields(config).get("attention_value_scale") is not None)
+    rope = rotation(config, keep_partial=is_mimo(config))
     return flat_config(config, tensors, sample_from_anchor=has_head, block_size=16, rope_parameters=rope)
+
+
+def is_mimo(config: dict[str, Any]) -> bool:
+    return Fields(config).get("attention_value_scale") is not None

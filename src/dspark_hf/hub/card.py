@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..checkpoints.inspection import heads_in_words, slots_in_words
 from .training_summary import TrainingSummary
@@ -144,7 +144,7 @@ def is_hub_name(name: str | None) -> bool:
     return True
 
 
-def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[str, str]:
+def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[str, Any]:
     """The target's licence as the metadata of its own card says it; nothing where the Hub cannot be asked."""
     if base_model is None:
         return {}
@@ -159,14 +159,14 @@ def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[
 # ---------------------------------------------------------------------- tables
 
 
-def architecture_of(drafter: Drafter) -> dict[str, str]:
+def architecture_of(drafter: Drafter) -> dict[str, Any]:
     """What the drafter is, in words."""
     config = drafter.config
     own = " and ".join(
         name for name, held in (("embedding", config.has_embed_tokens), ("LM head", config.has_lm_head)) if held
     )
     size = sum(parameter.numel() * parameter.element_size() for parameter in drafter.parameters())
-    rows = {
+    rows: dict[str, Any] = {
         "Draft layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}, "
         f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}, "
         f"MLP {config.intermediate_size}",
@@ -176,13 +176,13 @@ def architecture_of(drafter: Drafter) -> dict[str, str]:
         "Heads": heads_in_words(config),
         "Vocabulary": f"{config.vocab_size:,}"
         + (f", drafts from {config.draft_vocab_size:,} of them" if config.draft_vocab_size else ""),
-        "Mask token": str(config.mask_token_id),
+        "Mask token": config.mask_token_id,
         "Embedding and LM head": f"{own} of its own" if own else "the target's, by reference",
         "Size": f"{drafter.num_parameters():,} parameters, {size / 1e6:,.1f} MB "
         f"({str(drafter.dtype).removeprefix('torch.')})",
     }
     if window := config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None:
-        rows["Sliding window"] = str(window)
+        rows["Sliding window"] = window
     return rows
 
 
@@ -265,7 +265,7 @@ def _read_json(file: Path, *keys: str) -> dict[str, Any] | None:
 
 
 def _cells(values: Mapping[str, Any]) -> dict[str, str]:
-    return {_cell(name): _cell(value) for name, value in values.items()}
+    return {_cell(name): _cell(value) for name, value in values.items() if value is not None}
 
 
 def _cell(value: Any) -> str:
