@@ -29,7 +29,7 @@ parser.add_argument("--target", help="folder or Hub name; SmolLM2-135M-Instruct 
 parser.add_argument("--drafter", default=Path(__file__).parent / "quickstart_drafter", help="where to start from")
 parser.add_argument("--output", type=Path, default=Path("runs/lora"), help="folder; the adapter ends up here")
 parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
-parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--max-new-tokens", type=int, default=48, help="length of the target's answers")
 args = parser.parse_args()
 
@@ -55,7 +55,7 @@ adapted = add_lora(drafter, args.rank, ["q_proj", "k_proj", "v_proj", "o_proj", 
 trainer = DSparkTrainer(
     model=adapted,
     target=target,
-    args=DSparkTrainingArguments(args.output, max_steps=args.steps, learning_rate=1e-3, num_anchors=16, use_cpu=on_cpu),
+    args=DSparkTrainingArguments(args.output, max_steps=args.steps, learning_rate=1e-3, num_anchors=8, use_cpu=on_cpu),
     train_dataset=[row for row in rows if row not in held_out],
     eval_dataset=held_out,
     processing_class=tokenizer,

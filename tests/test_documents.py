@@ -57,6 +57,8 @@ def stand_ins(folders, monkeypatch, tmp_path):
     monkeypatch.setattr(Drafter, "push_to_hub", lambda self, name, **kwargs: name)
 
 
+# peft asks transformers for an attribute by its old name.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_code_blocks(path, stand_ins):
     run_document(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
