@@ -58,10 +58,10 @@ def test_profile_measures_the_target_and_shows_it(folders, tmp_path):
     result = profile(folders, tmp_path / "out")
     assert result.exit_code == 0, result.output
     curve = ThroughputCurve.load(tmp_path / "out" / "throughput_curve.json")
-    assert curve.token_counts.tolist() == [1, 2, 8] and curve.drafting == {}
+    assert curve.token_counts.tolist() == [1, 2, 8] and curve.drafting == {} and set(curve.rows) == {1, 2}
     assert curve.measured_on["context_length"] == 8
     assert (tmp_path / "out" / "throughput_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "passes/s" in result.stdout and "Drafting" not in result.stdout
+    assert "passes/s" in result.stdout and "ms drafting" in result.stdout
 
 
 def test_profile_saves_the_curve_with_the_drafter(folders, drafter, tmp_path):

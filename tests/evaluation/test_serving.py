@@ -24,7 +24,7 @@ from dspark_hf.evaluation.serving import (
 from dspark_hf.scheduling import ThroughputCurve
 
 CHEAP = ThroughputCurve([1, 2], [1.0, 1.001], drafting={1: 0.01})
-DEAR = ThroughputCurve([1, 2], [1.0, 2.0], drafting={1: 0.5})
+DEAR = ThroughputCurve([1, 2], [1.0, 2.0], drafting={1: 3.0})
 
 
 def prompts(num=3):
@@ -54,7 +54,7 @@ def test_every_method_decodes_the_same_tokens_in_fewer_passes_where_drafts_pass(
 
 
 def test_where_tokens_are_dear_the_scheduler_decodes_plainly():
-    measured = loads(DEAR)
+    measured = loads(DEAR, num_new_tokens=48)
     assert measured[THROUGHPUT].verify_length < 0.5 and measured[THROUGHPUT].drafted_share < 0.5
     assert measured[FIXED].verify_length > 2 and measured[FIXED].drafted_share == 1.0
 

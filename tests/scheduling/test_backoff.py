@@ -158,6 +158,21 @@ def test_a_round_costs_its_drafting_and_the_longer_pass():
     assert curve.drafting_seconds(4) == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize("is_accelerated", [True, False], ids=["accelerator", "cpu"])
+def test_assumed_costs(is_accelerated):
+    curve = ThroughputCurve.assumed(0.2, is_accelerated)
+    assert curve.round_cost(1, 7) == pytest.approx(0.2 + 7 * (0.005 if is_accelerated else 0.07))
+    # The drafter reads its weights once for all rows, as the target does.
+    assert curve.drafting_seconds(32) == pytest.approx(0.2 * curve.seconds(32))
+
+
+def test_rows_have_contexts_of_their_own():
+    """What a pass takes for its rows alone makes drafts a smaller part of it."""
+    one, several = ({}, {2: 1.0})
+    costs = [ThroughputCurve([1, 2, 4], [1.0, 1.0, 2.0], rows=rows).pass_cost(2, 2) for rows in (one, several)]
+    assert costs == [pytest.approx(1.0), pytest.approx(0.5)]
+
+
 @pytest.mark.parametrize(
     "settings", [{"break_even": -1.0}, {"patience": 0.0}, {"first_pause": 0}, {"longest_pause": 4}]
 )

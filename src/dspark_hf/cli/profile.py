@@ -24,7 +24,7 @@ def profile(
     tokens: Annotated[
         str, typer.Option(help="Tokens a pass to measure, comma-separated.")
     ] = "1,2,3,4,5,6,7,8,12,16,24,32,48,64,96,128,192,256",
-    rows: Annotated[str, typer.Option(help="Rows to draft for, comma-separated.")] = "1,2,4,8,16,32",
+    rows: Annotated[str, typer.Option(help="Rows decoded together to measure, comma-separated.")] = "1,2,4,8,16,32",
     context_length: Annotated[int, typer.Option(min=1, help="Tokens in the cache when a pass starts.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Passes of each size; their median counts.")] = 15,
     save: Annotated[
@@ -117,7 +117,14 @@ def _print_curve(curve: ThroughputCurve) -> None:
         ],
     )
     print_table(
-        "Drafting",
-        ["rows", "ms", "x a pass of the rows"],
-        [[str(rows), f"{1e3 * s:.2f}", f"{s / float(curve.seconds(rows)):.2f}"] for rows, s in curve.drafting.items()],
+        "Rows decoded together",
+        ["rows", "ms a pass", "ms drafting"],
+        [
+            [
+                str(rows),
+                f"{1e3 * curve.pass_seconds(rows, 0):.2f}",
+                f"{1e3 * curve.drafting[rows]:.2f}" if curve.drafting else "-",
+            ]
+            for rows in curve.rows
+        ],
     )

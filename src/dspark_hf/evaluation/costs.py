@@ -34,12 +34,12 @@ def measure_costs(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ThroughputCurve:
     """
-    The target's throughput curve, with the drafter's time where there is one.
+    The target's throughput curve, with what several rows add, and the drafter's time where there is one.
 
     Args:
         target, drafter: In evaluation mode, on their device.
         token_counts: Tokens a pass of the target.
-        row_counts: Rows to draft for.
+        row_counts: Rows decoded together.
         context_length: Tokens of each row that came before.
         num_repeats: Measurements of each, of which the median counts; warm-up comes on top.
         compile: Whether to compile the target; a compiled drafter is given as such.
@@ -50,7 +50,7 @@ def measure_costs(
         forward_kwargs["output_hidden_states"] = output_hidden_states(drafter.config.hidden_state_indices)
     num_warmup = 3
     num_passes = len(set(token_counts)) * (num_warmup + num_repeats)
-    num_drafts = len(row_counts) * num_repeats if drafter is not None else 0
+    total = num_passes + len(set(row_counts)) * num_repeats
     curve = ThroughputCurve.measure(
         target,
         token_counts,
@@ -59,12 +59,22 @@ def measure_costs(
         num_warmup=num_warmup,
         num_repeats=num_repeats,
         forward_kwargs=forward_kwargs,
-        on_pass=lambda done: on_progress(done, num_passes + num_drafts),
+        on_pass=lambda done: on_progress(done, total),
     )
-    if drafter is not None:
-        for place, num_rows in enumerate(sorted(set(row_counts))):
+    for place, num_rows in enumerate(sorted(set(row_counts))):
+        spread = ThroughputCurve.measure(
+            target,
+            [num_rows],
+            context_length=context_length,
+            num_rows=num_rows,
+            num_warmup=1,
+            num_repeats=num_repeats,
+            forward_kwargs=forward_kwargs,
+        )
+        curve.rows[num_rows] = max(0.0, float(spread.measured_s[0] - curve.seconds(num_rows))) if num_rows > 1 else 0.0
+        if drafter is not None:
             curve.drafting[num_rows] = drafting_seconds(target, drafter, num_rows, context_length, num_repeats)
-            on_progress(num_passes + (place + 1) * num_repeats, num_passes + num_drafts)
+        on_progress(num_passes + (place + 1) * num_repeats, total)
     return curve
 
 

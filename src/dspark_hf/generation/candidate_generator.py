@@ -168,11 +168,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         wanted = self._wanted()
         max_drafts = [length if wants else 0 for length, wants in zip(max_drafts, wanted, strict=True)]
         num_drafts = min(self.num_draft_tokens, max(max_drafts))
-        if num_drafts <= 0:
-            draft = no_draft(len(input_ids), wanted)
-        else:
+        if num_drafts > 0:
             draft = self._draft(input_ids, num_drafts, max_drafts)._replace(wanted=wanted)
-        self._lengths = draft.lengths
+        else:
+            draft = no_draft(len(input_ids), wanted)
+        # Where there is only no room for drafts, the round says nothing about what they are worth.
+        self._lengths = draft.lengths if num_drafts > 0 or not any(wanted) else None
         return draft
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:

@@ -132,10 +132,12 @@ def backoff_of(
     if is_on is False:
         return None
     costs = getattr(scheduler, "curve", None)
-    if not hasattr(costs, "round_cost"):
+    if not isinstance(costs, ThroughputCurve):
         costs = curve_of(drafter, target)
     if costs is None:
         costs = ThroughputCurve.assumed(_relative_size(drafter, target), target.device.type != "cpu")
+    elif not costs.drafting:
+        costs = costs.with_assumed_drafting(_relative_size(drafter, target))
     return RowsBackoff(costs, num_rows)
 
 
@@ -146,6 +148,8 @@ def _relative_size(drafter: Drafter, target: PreTrainedModel) -> float:
     lookups = [] if getattr(embedding, "weight", None) is getattr(head, "weight", None) else [embedding]
     own = _num_weights(drafter) - sum(_num_weights(m) for m in (drafter.embed_tokens, drafter.lm_head) if m is not None)
     own += drafter.config.logits_size * drafter.config.hidden_size
+    if hasattr(drafter, "step"):  # One pass for each draft, not one for all.
+        own *= drafter.config.num_draft_tokens
     if drafter.config.is_autoregressive:  # Read again for every draft.
         own *= drafter.config.num_draft_tokens
     return own / max(_num_weights(target) - sum(_num_weights(module) for module in lookups), 1)

@@ -52,6 +52,8 @@ class ThroughputCurve:
         measured_on: What they were measured on.
         drafting: Seconds that drafting adds to a round, by the number of rows drafted for. Without it, drafting counts as
             free.
+        rows: Seconds that a pass takes longer for being spread over so many rows instead of one, at the same number of
+            tokens: each row attends to a context of its own.
 
     Raises:
         ValueError: for numbers that are no such measurements.
@@ -63,6 +65,7 @@ class ThroughputCurve:
         pass_s: Sequence[float],
         measured_on: dict[str, Any] | None = None,
         drafting: Mapping[int, float] | None = None,
+        rows: Mapping[int, float] | None = None,
     ):
         counts, seconds = np.asarray(token_counts, dtype=np.int64), np.asarray(pass_s, dtype=np.float64)
         if not len(counts) or len(counts) != len(seconds) or counts[0] < 1 or (np.diff(counts) <= 0).any():
@@ -76,7 +79,8 @@ class ThroughputCurve:
         self.measured_s = seconds
         self.pass_s = never_falling(seconds)
         self.measured_on = measured_on or {}
-        self.drafting = {int(rows): float(drafting[rows]) for rows in sorted(drafting or {}, key=int)}  # type: ignore[index]
+        self.drafting = _by_count(drafting)
+        self.rows = _by_count(rows)
         self._checked: weakref.ref | None = None  # The target that it is known to be true for.
         self._tables: dict[int, np.ndarray] = {}
 
@@ -86,11 +90,12 @@ class ThroughputCurve:
         A guess for where nothing was measured; the unit of time is a pass over one token.
 
         Args:
-            drafting: What drafting for one row takes.
+            drafting: What drafting takes, as in [`~ThroughputCurve.with_assumed_drafting`].
             is_accelerated: On an accelerator further tokens are nearly free, since a pass is spent on reading weights. On
                 a CPU they are not.
         """
-        return cls([1, 2], [1.0, 1.005 if is_accelerated else 1.07], {"assumed": True}, {1: drafting})
+        curve = cls([1, 2], [1.0, 1.005 if is_accelerated else 1.07], {"assumed": True})
+        return curve.with_assumed_drafting(drafting)
 
     @classmethod
     def from_steps_per_second(cls, steps_per_second: Mapping[int, float]) -> ThroughputCurve:
@@ -112,10 +117,11 @@ class ThroughputCurve:
 
     def drafting_seconds(self, num_rows: int) -> float:
         """Seconds that drafting adds to a round of `num_rows` rows: interpolated, and beyond the measured rows in proportion."""
-        if not self.drafting:
-            return 0.0
-        rows, seconds = list(self.drafting), list(self.drafting.values())
-        return float(np.interp(num_rows, rows, seconds)) * max(1.0, num_rows / rows[-1])
+        return _interpolated(self.drafting, num_rows)
+
+    def pass_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Seconds of a pass over one token of each of `num_rows` rows and `num_drafts` drafts of theirs."""
+        return float(self.seconds(num_rows + num_drafts)) + _interpolated(self.rows, num_rows)
 
     def round_cost(self, num_rows: int, num_drafts: int) -> float:
         """
@@ -126,11 +132,11 @@ class ThroughputCurve:
             num_rows: Rows decoded together.
             num_drafts: Drafts that all of them send to the target.
         """
-        return self.pass_cost(num_rows, num_drafts) + self.drafting_seconds(num_rows) / float(self.seconds(num_rows))
+        return self.pass_cost(num_rows, num_drafts) + self.drafting_seconds(num_rows) / self.pass_seconds(num_rows, 0)
 
     def pass_cost(self, num_rows: int, num_drafts: int) -> float:
         """The part of [`~ThroughputCurve.round_cost`] that is the target's."""
-        return float(self.seconds(num_rows + num_drafts) / self.seconds(num_rows)) - 1
+        return self.pass_seconds(num_rows, num_drafts) / self.pass_seconds(num_rows, 0) - 1
 
     def table(self, max_tokens: int, num_rows: int = 0) -> np.ndarray:
         """
@@ -144,10 +150,8 @@ class ThroughputCurve:
         """
         table = self._tables.get(num_rows)
         if table is None or len(table) <= max_tokens:
-            seconds = self.seconds(np.arange(2 * max_tokens + 1)) + (
-                self.drafting_seconds(num_rows) if num_rows else 0.0
-            )
-            table = self._tables[num_rows] = 1 / seconds
+            extra = self.drafting_seconds(num_rows) + _interpolated(self.rows, num_rows) if num_rows else 0.0
+            table = self._tables[num_rows] = 1 / (self.seconds(np.arange(2 * max_tokens + 1)) + extra)
         return table
 
     def with_overhead(self, seconds: float) -> ThroughputCurve:
@@ -158,7 +162,14 @@ class ThroughputCurve:
         spent anyway makes each further draft worth more.
         """
         measured_on = self.measured_on | {"overhead_s": self.measured_on.get("overhead_s", 0.0) + seconds}
-        return type(self)(self.token_counts.tolist(), (self.measured_s + seconds).tolist(), measured_on, self.drafting)
+        return type(self)(
+            self.token_counts.tolist(), (self.measured_s + seconds).tolist(), measured_on, self.drafting, self.rows
+        )
+
+    def with_assumed_drafting(self, relative_s: float) -> ThroughputCurve:
+        """The curve with drafting taken to last `relative_s` times as long as a pass over one token of each row."""
+        drafting = {rows: relative_s * self.pass_seconds(rows, 0) for rows in (1, 1024)}
+        return type(self)(self.token_counts.tolist(), self.measured_s.tolist(), self.measured_on, drafting, self.rows)
 
     def _last_slope(self) -> float:
         if len(self.token_counts) < 2:
@@ -176,6 +187,7 @@ class ThroughputCurve:
             "token_counts": self.token_counts.tolist(),
             "pass_s": self.measured_s.tolist(),
             "drafting": {str(rows): seconds for rows, seconds in self.drafting.items()},
+            "rows": {str(rows): seconds for rows, seconds in self.rows.items()},
             "measured_on": self.measured_on,
         }
 
@@ -186,8 +198,9 @@ class ThroughputCurve:
             ValueError: for anything but what [`~ThroughputCurve.to_dict`] gives.
         """
         try:
+            measured_on = dict(fields.get("measured_on") or {})
             return cls(
-                fields["token_counts"], fields["pass_s"], dict(fields.get("measured_on") or {}), fields.get("drafting")
+                fields["token_counts"], fields["pass_s"], measured_on, fields.get("drafting"), fields.get("rows")
             )
         except (KeyError, TypeError) as error:
             raise ValueError(
@@ -329,6 +342,18 @@ class _PassTimer:
 
 
 # ---------------------------------------------------------------------- pure parts
+
+
+def _by_count(seconds: Mapping[Any, float] | None) -> dict[int, float]:
+    """The same by rising whole numbers, which JSON writes as text."""
+    return {int(count): float(seconds[count]) for count in sorted(seconds, key=int)} if seconds else {}
+
+
+def _interpolated(seconds: Mapping[int, float], count: int) -> float:
+    """Between what was measured; beyond the largest count in proportion to it; 0 where nothing was."""
+    if not seconds:
+        return 0.0
+    return float(np.interp(count, list(seconds), list(seconds.values()))) * max(1.0, count / max(seconds))
 
 
 def never_falling(values: np.ndarray) -> np.ndarray:
