@@ -22,8 +22,7 @@ from terminal import Terminal  # noqa: E402
 PICTURE = ROOT / "docs" / "images" / "chat.svg"
 COLUMNS, ROWS = 84, 30
 TYPED = (
-    "What is 17 plus 25? Explain your steps.",
-    "And what is half of that?",
+    "Write a Python function that adds two numbers.",
     "/plain",
     "Name three colors.",
 )
@@ -32,7 +31,7 @@ TYPED = (
 def record() -> Terminal:
     """A session with everything typed, at its last prompt."""
     models = ["--target", str(ensure_target()), "--drafter", str(ROOT / "examples" / "quickstart_drafter")]
-    terminal = Terminal(["chat", *models, "--dtype", "float32", "--max-new-tokens", "90"], COLUMNS, ROWS)
+    terminal = Terminal(["chat", *models, "--dtype", "float32", "--max-new-tokens", "60"], COLUMNS, ROWS, timeout_s=900)
     terminal.read_answer()
     for line in TYPED:
         terminal.say(line)

@@ -11,10 +11,8 @@ from pathlib import Path
 import pexpect
 import pyte
 
-import dspark_hf
-
 PROMPT = "> "
-SOURCE = Path(dspark_hf.__file__).parents[1]
+SOURCE = Path(__file__).parents[1] / "src"
 
 
 class Terminal:
@@ -24,9 +22,11 @@ class Terminal:
     Args:
         arguments: Of the command.
         columns, rows: Size of the terminal.
+        timeout_s: How long to wait for anything.
     """
 
-    def __init__(self, arguments: list[str], columns: int = 80, rows: int = 24):
+    def __init__(self, arguments: list[str], columns: int = 80, rows: int = 24, timeout_s: float = 240.0):
+        self.timeout_s = timeout_s
         self.screen = pyte.HistoryScreen(columns, rows, history=1000)
         self._stream = pyte.Stream(self.screen)
         environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "COLORTERM")}
@@ -56,14 +56,14 @@ class Terminal:
         cursor = self.screen.cursor
         return cursor.x == len(PROMPT) and self.screen.display[cursor.y].rstrip() == PROMPT.rstrip()
 
-    def read_until(self, condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    def read_until(self, condition: Callable[[], bool]) -> None:
         """
         Reads what the program writes.
 
         Raises:
             TimeoutError: with the screen, where the condition does not come true, or the program ends before it does.
         """
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + self.timeout_s
         while not condition():
             try:
                 self._stream.feed(self.process.read_nonblocking(4096, timeout=0.1))
