@@ -2,7 +2,8 @@
 #
 #   make demo      the quickstart, on the CPU, with a small model that a PyPI wheel holds
 #   make test      the tests, then the integration tests again on the lowest supported transformers
-#   make slow      the tests that take longer
+#   make slow      the tests that take longer, and those of `make interop`
+#   make interop   the speculators package loads our files and we load its
 #   make quality   lint, format and types
 #   make docs      the documentation, into site/, warnings being errors
 #
@@ -26,12 +27,13 @@ READY := $(VENV)/.ready-$(KEY)
 READY_DEMO := $(VENV)/.ready-demo-$(KEY)
 READY_DOCS := $(VENV)/.ready-docs-$(KEY)
 READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
+READY_SPECULATORS := $(VENV_LOWEST)/.ready-speculators-$(KEY)
 
 PIP := -m pip --disable-pip-version-check install --quiet
 IN_VENV := $(VENV)/bin/python
 IN_LOWEST := $(VENV_LOWEST)/bin/python
 
-.PHONY: demo test slow quality docs format env clean
+.PHONY: demo test slow interop quality docs format env clean
 
 demo: $(READY_DEMO)
 	$(IN_VENV) examples/quickstart.py
@@ -41,8 +43,12 @@ test: $(READY) $(READY_LOWEST)
 	@# With arguments of the caller's there may be no integration test among those asked for (status 5).
 	$(IN_LOWEST) -m pytest -m "integration and not slow and not gpu" $(PYTEST) || [ $$? -eq $(if $(PYTEST),5,0) ]
 
-slow: $(READY) $(READY_DEMO)
+slow: $(READY) $(READY_DEMO) interop
 	$(IN_VENV) -m pytest -m "slow and not gpu" $(PYTEST)
+
+# The software that our files are written for, on both sides of them.
+interop: $(READY_SPECULATORS)
+	$(IN_LOWEST) -m pytest -m slow tests/checkpoints/test_speculators_package.py
 
 quality: $(READY)
 	$(IN_VENV) -m ruff check .
@@ -92,4 +98,12 @@ $(READY_LOWEST): $(READY)
 	    > "$$($(IN_LOWEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_behind.pth"
 	$(IN_LOWEST) $(PIP) 'transformers==$(LOWEST_TRANSFORMERS)' 'huggingface-hub<2'
 	$(IN_LOWEST) -c 'import transformers, dspark_hf; assert transformers.__version__ == "$(LOWEST_TRANSFORMERS)", transformers'
+	touch $@
+
+# The speculators package wants a transformers that is not the newest. It also asks for torchvision and torchaudio, which
+# the tests do without.
+$(READY_SPECULATORS): $(READY_LOWEST)
+	$(IN_LOWEST) $(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(IN_LOWEST) $(PIP) aiohttp loguru 'openai>=2' protobuf pydantic-settings
+	$(IN_LOWEST) -c 'import speculators'
 	touch $@

@@ -63,6 +63,10 @@ class DSparkTrainingArguments(TrainingArguments):
         },
     )
 
+    def __getstate__(self):
+        """Without the token: `training_args.bin`, which lies beside the weights and is pushed with them, holds this."""
+        return vars(self) | {"hub_token": None}
+
     def __post_init__(self):
         super().__post_init__()
         for name in ("ce_weight", "tv_weight", "confidence_weight"):

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from ..configuration_dspark import DSparkConfig
 from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
+from ..hub import write_card
 from ..masks import anchor_mask, anchor_mask_mod
 from .adaptation import has_own_adapter, load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
@@ -301,6 +302,14 @@ class DSparkTrainer(Trainer):
             return  # An adapter keeps the training dtype, as PEFT writes it.
         saved = Drafter.from_pretrained(output_dir, dtype=getattr(torch, self.args.save_dtype))
         saved.save_pretrained(output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes the card that a drafter's own push writes; see [`~dspark_hf.hub.write_card`]."""
+        drafter = self.accelerator.unwrap_model(self.model)
+        if not isinstance(drafter, Drafter):  # An adapter's card is PEFT's.
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            write_card(drafter, self.args.output_dir, repo_id=self.args.hub_model_id, token=self.args.hub_token)
 
 
 class _AnchorEpoch(TrainerCallback):
