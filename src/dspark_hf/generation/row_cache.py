@@ -15,7 +15,7 @@ import contextvars
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -50,9 +50,22 @@ class RowPlan:
     span: int
     key_mask: torch.Tensor
     query_columns: torch.Tensor
+    _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None = None) -> torch.Tensor:
-        """What each slot sees: earlier columns and its own, no padding, `[B, 1, num_slots, span]`."""
+    def mask(self, window: int | None = None, num_groups: int = 1) -> torch.Tensor:
+        """
+        What each slot sees: earlier columns and its own, no padding, `[B, 1, num_groups * num_slots, span]`.
+
+        Args:
+            window: Columns that a token sees at most, its own included.
+            num_groups: How often the slots are repeated: query heads that share keys.
+        """
+        key = (window, num_groups)
+        if key not in self._masks:  # Made by the first layer of a kind, for all of them.
+            self._masks[key] = self._mask(window).repeat(1, 1, num_groups, 1)
+        return self._masks[key]
+
+    def _mask(self, window: int | None) -> torch.Tensor:
         columns = torch.arange(self.span, device=self.query_columns.device)
         distance = self.query_columns[:, :, None] - columns  # [B, num_slots, span]
         visible = (distance >= 0) & self.key_mask[:, None]
@@ -179,7 +192,7 @@ class RowCache(Cache):
 
 _plan: contextvars.ContextVar[RowPlan | None] = contextvars.ContextVar("dspark_hf_row_plan", default=None)
 _switch_lock = threading.Lock()
-_switched: dict[int, tuple[int, str]] = {}  # id of a model -> passes under way, its own implementation
+_switched: dict[int, tuple[int, str]] = {}  # id of a model -> calls under way, its own implementation
 
 
 def row_attention(
@@ -213,7 +226,7 @@ def row_attention(
     padded = query.new_zeros(num_rows, plan.num_slots, heads, query.shape[-1])
     padded[plan.rows, plan.slots] = query[0].transpose(0, 1)
     folded = padded.view(num_rows, plan.num_slots, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    mask = plan.mask(sliding_window).repeat(1, 1, groups, 1)
+    mask = plan.mask(sliding_window, groups)
     if softcap is None and s_aux is None:
         output = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
@@ -240,29 +253,38 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 @contextlib.contextmanager
-def packed_attention(model: PreTrainedModel, plan: RowPlan) -> Iterator[None]:
+def row_attention_in_place(model: PreTrainedModel) -> Iterator[None]:
     """
-    Within the context, this thread's passes of `model` attend by `plan`.
+    Within the context, passes of `model` that are [`following`] a plan attend by it. All others, in this thread or another,
+    pass through to the model's own attention.
 
-    Other threads that use the model meanwhile pass through to its own attention.
+    Putting it in place takes a walk over all modules, so it stays for a whole call.
     """
     with _switch_lock:
-        passes, own = _switched.get(id(model), (0, _own_implementation(model) or "sdpa"))
-        if passes == 0:
+        calls, own = _switched.get(id(model), (0, _own_implementation(model) or "sdpa"))
+        if calls == 0:
             _register(own)
             model.set_attn_implementation(_PREFIX + own)
-        _switched[id(model)] = (passes + 1, own)
+        _switched[id(model)] = (calls + 1, own)
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            calls, own = _switched.pop(id(model))
+            if calls > 1:
+                _switched[id(model)] = (calls - 1, own)
+            else:
+                model.set_attn_implementation(own)
+
+
+@contextlib.contextmanager
+def following(plan: RowPlan) -> Iterator[None]:
+    """Within the context, this thread's passes attend by `plan`."""
     token = _plan.set(plan)
     try:
         yield
     finally:
         _plan.reset(token)
-        with _switch_lock:
-            passes, own = _switched.pop(id(model))
-            if passes > 1:
-                _switched[id(model)] = (passes - 1, own)
-            else:
-                model.set_attn_implementation(own)
 
 
 def _own_implementation(model: PreTrainedModel) -> str | None:

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from ..hidden_states import context_features, output_hidden_states
 from ..masks import as_attention_argument
 from .registration import CACHE_KEY
-from .row_cache import RowCache, RowPlan, can_pack, packed_attention, refill
+from .row_cache import RowCache, RowPlan, can_pack, following, refill, row_attention_in_place
 from .target_pass import TargetOutput, TargetPass
 
 logger = logging.get_logger(__name__)
@@ -66,7 +66,9 @@ class RowsTargetPass:
             )
         self._next_positions = position_ids[..., num_columns - 1] + 1  # [B], or [axes, B] for multi-axis positions
         self._packs = can_pack(self.model)
-        if not self._packs:
+        if self._packs:
+            prompt.ending.enter_context(row_attention_in_place(self.model))
+        else:
             logger.warning_once(
                 f"{type(self.model).__name__} computes attention in a way of its own, so rows are padded to the longest draft of "
                 "each round instead of packed: the same output, at a higher cost."
@@ -130,7 +132,7 @@ class RowsTargetPass:
     # ------------------------------------------------------------------ the two ways to feed
 
     def _packed(self, plan: RowPlan, fed_ids: list[torch.Tensor]) -> Any:
-        with packed_attention(self.model, plan):
+        with following(plan):
             return self._forward(
                 torch.cat(fed_ids, dim=1), self._positions(plan.columns, plan.rows)[..., None, :], attention_mask=None
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -65,6 +66,7 @@ class TargetPass:
             self.refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
         self._check_croppable()
         self._recording: list[Any] = []
+        self.ending = contextlib.ExitStack()  # What is to be undone when the call ends.
         self._num_fed = 1
 
     @property
@@ -148,7 +150,8 @@ class TargetPass:
         self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed)
 
     def end_recording(self) -> None:
-        """A later prompt is not to be recorded state by state."""
+        """Leaves the target as it was: a later prompt is not to be recorded state by state."""
+        self.ending.close()
         for layer in self._recording:
             layer.record_past = False
 
