@@ -22,7 +22,7 @@ class CsvLog(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
+        self._began: float | None = None
         self._hours_before = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -32,7 +32,10 @@ class CsvLog(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.log_history:
             return
-        state.log_history[-1]["hours"] = self._hours_before + (time.perf_counter() - self._began) / 3600
+        hours = hours_of(state.log_history)  # Of a finished run, which is only looked at again.
+        if self._began is not None:
+            hours = self._hours_before + (time.perf_counter() - self._began) / 3600
+        state.log_history[-1]["hours"] = hours
         if state.is_world_process_zero:
             write_csv(state.log_history, Path(args.output_dir) / CSV_FILE)
 
