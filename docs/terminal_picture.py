@@ -6,6 +6,7 @@ What is typed is below; everything else on the picture, its figures included, is
 """
 
 import io
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -55,10 +56,12 @@ def main() -> None:
     start = next(i for i, line in enumerate(lines) if line.plain.startswith("drafted tokens"))
     end = max(i for i, line in enumerate(lines) if line.plain.strip())
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(Text("$ dspark-hf chat --target smollm2-135m-instruct --drafter examples/quickstart_drafter"))
+    console.print(Text("$ dspark-hf chat -t smollm2-135m-instruct -d examples/quickstart_drafter"))
     console.print(*lines[start : end + 1], sep="\n")
     PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(console.export_svg(title="dspark-hf chat"), encoding="utf-8")
+    # Without the fonts it would fetch: those of the reader serve.
+    svg = re.sub(r"@font-face {.*?}\s*", "", console.export_svg(title="dspark-hf chat"), flags=re.DOTALL)
+    PICTURE.write_text(svg, encoding="utf-8")
     print(f"{PICTURE}\n" + "\n".join(line.plain for line in lines))
 
 
