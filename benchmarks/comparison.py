@@ -45,6 +45,7 @@ RANK = 64
 MODES = {"t1": 1.0, "greedy": 0.0}  # Temperatures of the answers.
 TITLES = {"t1": "temperature 1", "greedy": "greedy"}
 TASKS = ["gsm8k", "humaneval", "mt-bench", "aime25"]
+MARKS = ("<!-- comparison begins -->", "<!-- comparison ends -->")  # In results.md, around what `report` writes.
 LABELS = {
     "dflash": "DFlash",
     "markov": "DSpark, Markov head",
@@ -375,7 +376,7 @@ def cost_note(results: Results) -> str:
 
 
 def report(options):
-    """Figures into `images/`, tables into one Markdown file, which `results.md` includes."""
+    """Figures into `images/`, tables into `results.md` between its marks."""
     results = Results(options.runs)
     images = options.output / "images"
     images.mkdir(parents=True, exist_ok=True)
@@ -394,7 +395,9 @@ def report(options):
         f"Two seeds of training (2 layers, block 7):\n\n{seeds_table(results)}",
         cost_note(results),
     ]
-    (options.output / "comparison.md").write_text("\n\n".join(tables) + "\n")
+    page = options.output / "results.md"
+    before, _, rest = page.read_text().partition(MARKS[0])
+    page.write_text("\n\n".join([before + MARKS[0], *tables, MARKS[1] + rest.partition(MARKS[1])[2]]))
     print("\n\n".join(tables))
 
 

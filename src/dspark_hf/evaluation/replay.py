@@ -169,7 +169,8 @@ def _walk(passing: torch.Tensor) -> Replay:
         passing: `[A, J]`; draft `j` of anchor `a` predicts token `a + 1 + j` of an answer of `A + 1` tokens.
     """
     num_anchors, num_drafts = passing.shape
-    reached = torch.cat([torch.ones(num_anchors, 1).to(passing), passing.cumprod(1)], dim=1)  # [A, J + 1]: l or more pass
+    certain = passing.new_ones(num_anchors, 1)
+    reached = torch.cat([certain, passing.cumprod(1)], dim=1)  # [A, J + 1]: l or more pass
     exactly = reached.clone()
     exactly[:, :-1] -= reached[:, 1:]  # [A, J + 1]: exactly l pass
     visits = torch.zeros(num_anchors + num_drafts + 1, dtype=passing.dtype)  # Probability that a round starts at a.
