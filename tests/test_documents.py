@@ -126,7 +126,9 @@ def test_files_that_documents_name_exist():
             assert (path.parent / link).exists(), f"{path}: {link} does not exist"
 
 
-@pytest.mark.parametrize("package", ["", ".scheduling", ".generation", ".evaluation", ".checkpoints", ".training"])
+@pytest.mark.parametrize(
+    "package", ["", ".scheduling", ".generation", ".evaluation", ".checkpoints", ".training", ".hub"]
+)
 def test_the_reference_has_every_public_name(package):
     module = importlib.import_module(f"dspark_hf{package}")
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
