@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +37,8 @@ class Terminal:
             dimensions=(rows, columns),
             env=environment | {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SOURCE)},
             encoding="utf-8",
+            # What runs the tests may ignore Ctrl-C (a job in the background does); a program in a terminal does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             codec_errors="replace",
         )
 

@@ -176,8 +176,9 @@ def test_what_was_said_before_an_interrupt_stays_in_the_conversation(tmp_path, m
 
 
 def test_a_second_interrupt_raises():
+    before = signal.getsignal(signal.SIGINT)
     with interruptible() as stop, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         assert stop.is_set()
         signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before

@@ -38,6 +38,7 @@ def decoded(target, drafter, **settings):
             assistant_model=drafter,
             max_new_tokens=NEW_TOKENS,
             assistant_confidence_threshold=0.0,
+            drafting_backoff=False,
             **settings,
         )
     return [as_row(row, target.generation_config.eos_token_id) for row in output], stats

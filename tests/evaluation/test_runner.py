@@ -210,7 +210,7 @@ def test_common_length():
 
 
 def test_a_profile_accounts_for_the_whole_round(target, tokenizer):
-    originals = [owner.__dict__[name] for owner, name, _ in TIMED]
+    originals = [getattr(owner, name) for owner, name, _ in TIMED]
     forward = target.forward
     method = dspark_method(tiny.perfect_drafter(target))
     profile = profile_methods(target, tokenizer, [plain_method(), method], TASKS, BenchSettings(20, 1.0))
@@ -229,5 +229,5 @@ def test_a_profile_accounts_for_the_whole_round(target, tokenizer):
     ):
         assert parts[name]["ms"] > 0, name
     assert parts[PYTHON]["share"] < 0.9
-    assert [owner.__dict__[name] for owner, name, _ in TIMED] == originals
+    assert [getattr(owner, name) for owner, name, _ in TIMED] == originals
     assert target.forward == forward and "forward" not in vars(target)

@@ -149,6 +149,7 @@ def test_a_second_turn(new_only):
             max_new_tokens=12,
             do_sample=False,
             assistant_model=assistant,
+            **({} if assistant is None else {"drafting_backoff": False}),
             **{CACHE_KEY: cache},
         )
 

@@ -90,6 +90,14 @@ def bent_drafter(target, scale=0.5):
     return drafter
 
 
+def eagle3_drafter(target, scale=0.5):
+    """The same token by token; 1 is perfect."""
+    drafter = tiny.perfect_eagle3_drafter(target, block_size=3, target_layer_ids=[-1])
+    with torch.no_grad():
+        drafter.norm.weight.mul_(scale)
+    return drafter
+
+
 DRAFTERS = {
     "a random drafter": random_drafter,
     "a nearly right drafter": bent_drafter,
@@ -250,6 +258,7 @@ def long_run(target, drafter, settings, num_tokens):
             max_new_tokens=num_tokens,
             do_sample=True,
             assistant_model=drafter,
+            drafting_backoff=False,
             **({"top_k": 0} | settings),
         )
     return output[0, 1:].tolist(), stats_
@@ -317,13 +326,28 @@ def chain_test(make):
 
 @pytest.mark.parametrize(
     "make",
-    [functools.partial(bent_drafter, scale=1.0), bent_drafter, random_drafter, sure_drafter],
-    ids=["a perfect drafter", "a flattened drafter", "a random drafter", "a drafter that is sure of itself"],
+    [
+        functools.partial(bent_drafter, scale=1.0),
+        bent_drafter,
+        random_drafter,
+        sure_drafter,
+        functools.partial(eagle3_drafter, scale=1.0),
+        eagle3_drafter,
+    ],
+    ids=[
+        "a perfect drafter",
+        "a flattened drafter",
+        "a random drafter",
+        "a drafter that is sure of itself",
+        "a perfect EAGLE-3 drafter",
+        "a flattened EAGLE-3 drafter",
+    ],
 )
 def test_law_of_a_chain(make):
     p, seen = chain_test(make)
     assert p > PASS
-    assert (seen.acceptance_rate == 1.0) == isinstance(make, functools.partial)
+    # Rounding may make two equal laws differ in their last bits.
+    assert (seen.acceptance_rate > 0.99) == isinstance(make, functools.partial)
 
 
 # ---------------------------------------------------------------------- wrong samplers
@@ -379,6 +403,7 @@ WRONG = {
     "another law than the drafts were drawn from": (patch_law, random_drafter),
     "the likeliest token is called a draw": (patch_greedy, bent_drafter),
     "the cut anticipates": (patch_cut, bent_drafter),
+    "every draft of an EAGLE-3 drafter passes": (patch_passes, eagle3_drafter),
 }
 
 

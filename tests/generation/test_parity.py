@@ -67,6 +67,7 @@ def check(run, target, drafter, drafts):
             pad_token_id=0,
             assistant_model=drafter,
             assistant_confidence_threshold=run["confidence_threshold"],
+            drafting_backoff=False,
         )
     assert output[0, prompt.shape[1] :].tolist() == run["new_token_ids"]
 

@@ -106,7 +106,12 @@ def test_the_spelling_without_a_patch():
     for scope in (contextlib.nullcontext(), unregistered()):
         with scope, record_speculation() as stats:
             drafted = target.generate(
-                **tiny.prompt(), **GREEDY, custom_generate=dspark_generate, drafter=drafter, num_assistant_tokens=2
+                **tiny.prompt(),
+                **GREEDY,
+                custom_generate=dspark_generate,
+                drafter=drafter,
+                num_assistant_tokens=2,
+                drafting_backoff=False,
             )
         assert torch.equal(drafted, plain)
         assert {r.drafted for r in stats.rounds[:-2]} == {2}
