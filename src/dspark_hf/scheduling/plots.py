@@ -8,6 +8,12 @@ from .calibration import Calibration
 from .reliability import Reliability
 from .throughput_curve import ThroughputCurve
 
+PANELS_A_ROW = 4
+MIN_BIN_ROUNDS = 5
+# Told apart by all common kinds of colour vision, and by their shape (colours of Okabe and Ito).
+BEFORE = {"color": "#D55E00", "marker": "s"}
+AFTER = {"color": "#0072B2", "marker": "o"}
+
 
 def plot_curve(curve: ThroughputCurve) -> Any:
     """
@@ -48,22 +54,38 @@ def plot_reliability(calibration: Calibration) -> Any:
         ImportError: without matplotlib.
     """
     num_slots = len(calibration.temperatures)
-    figure = _new_figure(3 * num_slots, 3.4)
-    for slot, axes in enumerate(figure.subplots(1, num_slots, squeeze=False)[0]):
-        before, after = calibration.before[slot], calibration.after[slot]
-        axes.plot([0, 1], [0, 1], ":", color="gray")
-        _draw_bins(axes, before, "before")
-        _draw_bins(axes, after, f"T = {calibration.temperatures[slot]:.2f}")
-        axes.set_title(f"slot {slot + 1}: ECE {100 * before.ece:.1f} % to {100 * after.ece:.1f} %", fontsize=9)
-        axes.set_xlabel("predicted")
-        axes.legend(fontsize=8)
-    figure.axes[0].set_ylabel("observed")
+    columns = min(num_slots, PANELS_A_ROW)
+    num_lines = -(-num_slots // columns)
+    figure = _new_figure(1.9 * columns, 2.0 * num_lines + 0.3)
+    panels = figure.subplots(num_lines, columns, squeeze=False, sharex=True, sharey=True).flat
+    for slot, (axes, before, after) in enumerate(zip(panels, calibration.before, calibration.after)):
+        axes.plot([0, 1], [0, 1], ":", color="gray", linewidth=1)
+        _draw_bins(axes, before, "before", BEFORE)
+        _draw_bins(axes, after, "after", AFTER)
+        title = f"slot {slot + 1}, T = {calibration.temperatures[slot]:.2f}"
+        axes.set_title(f"{title}\nECE {100 * before.ece:.1f} % to {100 * after.ece:.1f} %", fontsize=8)
+        axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+    for axes in figure.axes[num_slots:]:
+        axes.set_axis_off()
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
+    figure.supxlabel("predicted survival", fontsize=9)
+    figure.supylabel("observed", fontsize=9)
     return figure
 
 
-def _draw_bins(axes: Any, reliability: Reliability, label: str) -> None:
-    axes.plot(
-        [b.predicted for b in reliability.bins], [b.observed for b in reliability.bins], "o-", markersize=3, label=label
+def _draw_bins(axes: Any, reliability: Reliability, label: str, style: dict[str, Any]) -> None:
+    """A dot for each bin, its area the bin's share of the rounds; single rounds say nothing and are left out."""
+    bins = [b for b in reliability.bins if b.weight >= MIN_BIN_ROUNDS]
+    heaviest = max((b.weight for b in bins), default=1)
+    axes.scatter(
+        [b.predicted for b in bins],
+        [b.observed for b in bins],
+        s=[5 + 50 * b.weight / heaviest for b in bins],
+        label=label,
+        linewidths=0,
+        alpha=0.8,
+        **style,
     )
 
 
