@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import tiny
 from dspark_hf import record_speculation
@@ -98,9 +100,10 @@ def test_an_adapter_is_saved_resumed_and_loaded(adapt, target, make_trainer, tmp
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
-    loaded = copy.deepcopy(base)
-    loaded.load_adapter(tmp_path / "run", "domain")
-    assert confidences(target, loaded) == pytest.approx(confidences(target, model), rel=1e-4)
+    if Version(transformers.__version__) >= Version("5.24"):  # Older ones leave modules_to_save out, and report it.
+        loaded = copy.deepcopy(base)
+        loaded.load_adapter(tmp_path / "run", "domain")
+        assert confidences(target, loaded) == pytest.approx(confidences(target, model), rel=1e-4)
     by_peft = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "run").eval()
     assert confidences(target, by_peft) == pytest.approx(confidences(target, model), rel=1e-4)
 
