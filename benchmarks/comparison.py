@@ -45,6 +45,7 @@ RANK = 64
 MODES = {"t1": 1.0, "greedy": 0.0}  # Temperatures of the answers.
 TITLES = {"t1": "temperature 1", "greedy": "greedy"}
 TASKS = ["gsm8k", "humaneval", "mt-bench", "aime25"]
+MIN_TRIED = 40  # Drafts; a share of fewer is not shown.
 MARKS = ("<!-- comparison begins -->", "<!-- comparison ends -->")  # In results.md, around what `report` writes.
 LABELS = {
     "dflash": "DFlash",
@@ -255,10 +256,11 @@ class Results:
         return np.mean(means, axis=0), np.mean(draws, axis=0).T
 
     def conditional(self, name: str, mode: str) -> np.ndarray:
-        """Acceptance by slot over all tasks, given that all slots before passed."""
+        """Acceptance by slot over all tasks, given that all before passed, as far as slots were reached often."""
         some = [one for one in self.replays[name] if one["mode"] == mode]
         tried, passed = (np.array([one[key] for one in some]).sum(0) for key in ("tried", "passed"))
-        return passed / tried
+        enough = tried >= MIN_TRIED
+        return passed[enough] / tried[enough]
 
 
 def interval(values: np.ndarray) -> str:
@@ -289,20 +291,26 @@ def kinds_table(results: Results, mode: str) -> str:
 
 
 def gain_table(results: Results, axis: str, values: list[int]) -> str:
-    """DFlash and DSpark over block length or depth."""
+    """DFlash and DSpark over block length or depth, as far as they were trained."""
     lines = [f"| {axis} | temperature | DFlash | DSpark | gain |", "| ---: | --- | ---: | ---: | ---: |"]
     for value in values:
         names = [replace(Variant(kind), **{axis: value}).name for kind in ("dflash", "markov")]
-        if any(name not in results.done for name in names):
-            continue
-        for mode, temperature in MODES.items():
-            means, draws = results.macro(names, mode)
-            gains = 100 * (draws[:, 1] / draws[:, 0] - 1)
-            low, high = np.percentile(gains, [2.5, 97.5])
-            cells = [f"{mean:.2f} ({interval(draws[:, i])})" for i, mean in enumerate(means)]
-            gain = f"{100 * (means[1] / means[0] - 1):+.1f} % ({low:+.1f} to {high:+.1f})"
-            lines.append(f"| {value} | {temperature or 'greedy'} | {' | '.join(cells)} | {gain} |")
+        trained = [name for name in names if name in results.done]
+        for mode, temperature in MODES.items() if trained else ():
+            means, draws = results.macro(trained, mode)
+            cells = dict.fromkeys(names, "") | {
+                name: f"{mean:.2f} ({interval(draws[:, i])})" for i, (name, mean) in enumerate(zip(trained, means))
+            }
+            gain = ""
+            if len(trained) == 2:
+                low, high = np.percentile(100 * (draws[:, 1] / draws[:, 0] - 1), [2.5, 97.5])
+                gain = f"{100 * (means[1] / means[0] - 1):+.1f} % ({low:+.1f} to {high:+.1f})"
+            lines.append(f"| {value} | {temperature or 'greedy'} | {' | '.join(cells.values())} | {gain} |")
     return "\n".join(lines)
+
+
+def has_seeds(results: Results) -> bool:
+    return all(variant.name in results.done for variant in SEEDS)
 
 
 def seeds_table(results: Results) -> str:
@@ -328,8 +336,9 @@ def positions_figure(results: Results):
             axes.plot(
                 slots, shares, LINES[i % len(LINES)], marker=MARKERS[i], color=COLORS[i], label=LABELS[variant.kind]
             )
-        axes.set(title=TITLES[mode], xlabel="slot", ylim=(0, None))
+        axes.set(title=TITLES[mode], xlabel="slot")
     panels[0].set_ylabel("accepted, given all before were")
+    panels[0].set_ylim(bottom=0)
     return legend_below(figure, panels[0])
 
 
@@ -392,7 +401,7 @@ def report(options):
         f"Greedy:\n\n{kinds_table(results, 'greedy')}",
         f"By block length (2 layers):\n\n{gain_table(results, 'block', [4, 7, 12])}",
         f"By depth (block 7):\n\n{gain_table(results, 'layers', [1, 2, 3])}",
-        f"Two seeds of training (2 layers, block 7):\n\n{seeds_table(results)}",
+        *([f"Two seeds of training (2 layers, block 7):\n\n{seeds_table(results)}"] if has_seeds(results) else []),
         cost_note(results),
     ]
     page = options.output / "results.md"

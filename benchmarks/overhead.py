@@ -165,9 +165,12 @@ def over_full_vocabulary(drafter, scores: torch.Tensor, fill: float = float("-in
 
 def loops_of(target, tokenizer, drafter, settings: dict) -> tuple[dict[str, Loop], dict[str, str]]:
     """The loops that run here by name, and why others do not."""
+    # The other loops verify whole blocks; "as saved" is with the threshold that came with the drafter, and back-off.
+    whole_blocks = {"drafting_backoff": False, "assistant_confidence_threshold": 0.0}
     loops: dict[str, Loop] = {
         "plain": lambda ids: generate(target, ids, settings),
-        "dspark-hf": lambda ids: generate(target, ids, settings, assistant_model=drafter, drafting_backoff=False),
+        "dspark-hf": lambda ids: generate(target, ids, settings, assistant_model=drafter, **whole_blocks),
+        "dspark-hf as saved": lambda ids: generate(target, ids, settings, assistant_model=drafter),
     }
     missing = {}
     others = {
