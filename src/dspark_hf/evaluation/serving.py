@@ -304,6 +304,8 @@ def budget_figure(results: Sequence[dict[str, Any]]) -> Any:
         if own:
             axes.plot([r["batch"] for r in own], [r["verify_length"] for r in own], label=method, **style)
     axes.set_xscale("log", base=2)
+    batches = sorted({r["batch"] for r in results})
+    axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_xlabel("rows decoded together")
     axes.set_ylabel("drafts verified, a row and round")
     axes.set_title("Verification budget")
@@ -338,7 +340,7 @@ def curve_for(
     counts = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512) if n <= most]
     bar = _progress("costs")
     curve = measure_costs(
-        target, drafter, counts, batches, context_length=context_length, num_repeats=7, on_progress=bar
+        target, drafter, counts, batches, context_length=context_length, num_repeats=11, on_progress=bar
     )
     curve.save(path)
     return curve
