@@ -8,6 +8,7 @@ import tiny_folders
 import tiny
 from dspark_hf.evaluation.records import LineFile
 from dspark_hf.evaluation.serving import (
+    ASYNC,
     FIXED,
     THROUGHPUT,
     Load,
@@ -76,8 +77,8 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
             on_load=lambda load, done, total: seen.append((load.repeat, done, total)),
         )
         file.close()
-    assert [s[0] for s in seen] == [0] * 8 + [1] * 8
-    assert seen[7][1:] == (8, 8) and seen[15][1:] == (16, 16)
+    assert [s[0] for s in seen] == [0] * 10 + [1] * 10
+    assert seen[9][1:] == (10, 10) and seen[19][1:] == (20, 20)
     with pytest.raises(ValueError, match="other settings"):
         LoadFile(tmp_path / "loads.jsonl", {"a": 2})
     assert issubclass(LoadFile, LineFile)
@@ -107,7 +108,7 @@ def test_the_command_writes_table_figures_and_document(tmp_path, capsys):
     main(models + limits)
     document = json.loads((output / "serving.json").read_text())
     assert {(r["batch"], r["method"]) for r in document["results"]} == {
-        (batch, method) for batch in (1, 2) for method in ("plain", FIXED, "threshold 0.5", THROUGHPUT)
+        (batch, method) for batch in (1, 2) for method in ("plain", FIXED, "threshold 0.5", THROUGHPUT, ASYNC)
     }
     assert set(document["curve"]["drafting"]) == {"1", "2"} and document["environment"]["cpu"]
     assert (output / "serving.md").read_text() == markdown_of(document) == capsys.readouterr().out.removesuffix("\n")

@@ -26,7 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..checkpoints.files import THROUGHPUT_CURVE_NAME
 from ..drafter import Drafter
 from ..generation.telemetry import record_speculation
-from ..scheduling import ConfidenceThreshold, FixedLength, ThroughputCurve, ThroughputScheduler
+from ..scheduling import (
+    AsyncThroughputScheduler,
+    ConfidenceThreshold,
+    FixedLength,
+    ThroughputCurve,
+    ThroughputScheduler,
+)
 from .conversation import Conversation
 from .costs import measure_costs
 from .environment import environment
@@ -36,7 +42,7 @@ from .records import LineFile
 from .runner import rotated
 from .tasks import load_task
 
-FIXED, THROUGHPUT = "fixed block", "throughput"
+FIXED, THROUGHPUT, ASYNC = "fixed block", "throughput", "async throughput"
 COLUMNS = (
     "batch",
     "method",
@@ -101,7 +107,7 @@ class LoadFile(LineFile):
 
 def serving_methods(drafter: Drafter, curve: ThroughputCurve, threshold: float = 0.5) -> list[Method]:
     """
-    Plain batched `generate`, whole blocks, a static threshold, and the throughput scheduler with back-off.
+    Plain batched `generate`, whole blocks, a static threshold, and both throughput schedulers with back-off.
 
     Args:
         drafter: The drafter; without a confidence head only the first two apply.
@@ -112,8 +118,10 @@ def serving_methods(drafter: Drafter, curve: ThroughputCurve, threshold: float =
     methods = [plain_method(), Method(FIXED, static | {"verify_scheduler": FixedLength()}, drafter)]
     if drafter.confidence_head is not None:
         by_threshold = static | {"verify_scheduler": ConfidenceThreshold(threshold)}
-        by_cost = {"assistant_model": drafter, "verify_scheduler": ThroughputScheduler(curve), "drafting_backoff": True}
-        methods += [Method(f"threshold {threshold:g}", by_threshold, drafter), Method(THROUGHPUT, by_cost, drafter)]
+        methods.append(Method(f"threshold {threshold:g}", by_threshold, drafter))
+        for name, scheduler in ((THROUGHPUT, ThroughputScheduler(curve)), (ASYNC, AsyncThroughputScheduler(curve))):
+            by_cost = {"assistant_model": drafter, "verify_scheduler": scheduler, "drafting_backoff": True}
+            methods.append(Method(name, by_cost, drafter))
     return methods
 
 
