@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_however_a_batch_is_cut_the_trajectory_is_one(tmp_path):
     two = run(tmp_path / "two", 2, per_device_train_batch_size=1, gradient_accumulation_steps=4)
     assert two[0] == pytest.approx(one[0], rel=1e-4)
     assert two[1] == pytest.approx(one[1], rel=1e-4)
+    shutil.rmtree(tmp_path / "two" / "out" / "checkpoint-3")  # What a run that was stopped after step 2 leaves behind.
     resumed = run(tmp_path / "two", 2, resume=True, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     assert resumed[0] == pytest.approx(one[0], rel=1e-4)
     assert resumed[1] == pytest.approx(one[1], rel=1e-4)
