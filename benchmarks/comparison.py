@@ -33,6 +33,7 @@ from dspark_hf.training.chat import encode_rows
 from dspark_hf.training.draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from dspark_hf.training.features import CachedFeatureDataset, target_features
 from dspark_hf.training.regeneration import RegenerationSettings, Regenerator, load_target
+from dspark_hf.training.target_logits import logit_rule
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -194,7 +195,7 @@ def follow(options):
     todo = [name for name in options.only or VARIANTS if (options.runs / name / "done.json").exists()]
     todo = [name for name in todo if not replays_file(options, name).exists()]
     drafters = {name: load_drafter(VARIANTS[name], options.runs / name, torch.bfloat16) for name in todo}
-    replays = {name: [] for name in drafters}
+    replays, rule = {name: [] for name in drafters}, logit_rule(target)
     for file in tqdm(sorted((options.runs / "answers").glob("*.jsonl"))) if drafters else []:
         task, _, mode = file.stem.rpartition("-")
         rows = encode_rows(map(json.loads, file.read_text().splitlines()), tokenizer)
@@ -202,7 +203,7 @@ def follow(options):
             ids = torch.tensor(row["input_ids"])[None]
             features = target_features(target, next(iter(drafters.values())).config, ids)
             for name, drafter in drafters.items():
-                found = replay(drafter, target, row, MODES[mode], features)
+                found = replay(drafter, target, row, MODES[mode], features, rule)
                 replays[name].append({"task": task, "mode": mode, "prompt": index} | asdict(found))
     for name, found in replays.items():
         replays_file(options, name).write_text("\n".join(json.dumps(one) for one in found) + "\n")

@@ -76,26 +76,11 @@ def _collect(
 ) -> list[Any]:
     """Rounds in which every draft was verified, those of an earlier run included."""
     from ..evaluation.methods import calibration_method
-    from ..evaluation.records import RecordFile
-    from ..evaluation.runner import default_file, run_bench, run_settings
-    from .running import ShownProgress
+    from .running import measured
 
     methods = [calibration_method(drafter)]
-    described = run_settings(
-        methods=methods,
-        tasks=tasks,
-        settings=settings,
-        target_name=names["target"],
-        drafter=names["drafter"],
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
-    file = RecordFile(default_file(output), described)
-    try:
-        with ShownProgress() as shown:
-            run_bench(model, tokenizer, methods, tasks, settings, file, shown.update)
+    with measured(model, tokenizer, methods, tasks, settings, output, names) as (_, file):
         return [round_ for record in file.records.values() for round_ in record.rounds]
-    finally:
-        file.close()
 
 
 def _check_in_place(drafter: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,6 +46,7 @@ def profile(
 
     from ..checkpoints.files import THROUGHPUT_CURVE_NAME
     from ..evaluation.costs import measure_costs
+    from ..scheduling import plot_curve
     from .loading import compile_models, load_drafter, load_target
     from .running import counting, save_figure
 
@@ -70,7 +71,7 @@ def profile(
     for place in (output, folder):
         if place is not None:
             curve.save(place / THROUGHPUT_CURVE_NAME)
-    save_figure(lambda: _plot(curve), output / "throughput_curve.png")
+    save_figure(lambda: plot_curve(curve), output / "throughput_curve.png")
     if json:
         print(json_module.dumps(curve.to_dict()))
         return
@@ -96,12 +97,6 @@ def _folder_of(drafter: str | None) -> Path:
             "save_pretrained first."
         )
     return folder
-
-
-def _plot(curve: ThroughputCurve) -> Any:
-    from ..scheduling import plot_curve
-
-    return plot_curve(curve)
 
 
 def _print_curve(curve: ThroughputCurve) -> None:

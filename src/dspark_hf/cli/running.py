@@ -1,4 +1,4 @@
-"""What `bench` and `sweep` have in common: run with progress shown, then report."""
+"""What the measuring commands have in common: run with progress shown, then report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..evaluation import BenchSettings, Method, Task
+    from ..evaluation.records import RecordFile
     from ..evaluation.runner import Progress
 
 
@@ -38,24 +39,40 @@ def run(
     """
     from ..evaluation.document import build_document
     from ..evaluation.profiling import profile_methods
+
+    others = others | {"device": str(target.device)}
+    with measured(target, tokenizer, methods, tasks, settings, output, others) as (described, file):
+        profiles = profile_methods(target, tokenizer, methods, tasks, settings) if profile else None
+        return build_document(methods, tasks, described, file, profiles)
+
+
+@contextlib.contextmanager
+def measured(
+    target: Any,
+    tokenizer: Any,
+    methods: list[Method],
+    tasks: list[Task],
+    settings: BenchSettings,
+    output: Path,
+    others: dict[str, Any],
+) -> Iterator[tuple[dict[str, Any], RecordFile]]:
+    """
+    Measures what is not measured yet, with progress on standard error; arguments as in `run`.
+
+    Yields:
+        The settings, and the file of the run with all measurements, open.
+    """
     from ..evaluation.records import RecordFile
     from ..evaluation.runner import default_file, run_bench, run_settings
 
-    described = run_settings(
-        methods=methods,
-        tasks=tasks,
-        settings=settings,
-        target_name=others.pop("target"),
-        dtype=str(target.dtype).removeprefix("torch."),
-        device=str(target.device),
-        **others,
-    )
+    dtype = str(target.dtype).removeprefix("torch.")
+    names = {"target_name" if name == "target" else name: value for name, value in others.items()}
+    described = run_settings(methods=methods, tasks=tasks, settings=settings, dtype=dtype, **names)
     file = RecordFile(default_file(output), described)
     try:
         with ShownProgress() as shown:
             run_bench(target, tokenizer, methods, tasks, settings, file, shown.update)
-        profiles = profile_methods(target, tokenizer, methods, tasks, settings) if profile else None
-        return build_document(methods, tasks, described, file, profiles)
+        yield described, file
     finally:
         file.close()
 

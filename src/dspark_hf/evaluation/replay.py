@@ -24,6 +24,8 @@ from ..drafter import Drafter
 from ..embeddings import target_embeddings
 from ..training.anchors import Anchors, anchor_candidates, draft_positions, gather_positions
 from ..training.features import TargetFeatures, target_features
+from ..training.losses import draft_indices
+from ..training.target_logits import LogitRule, logit_rule
 from ..training.trainer import drafting_inputs
 
 
@@ -69,6 +71,7 @@ def replay(
     row: Mapping[str, Any],
     temperature: float = 0.0,
     features: TargetFeatures | None = None,
+    rule: LogitRule | None = None,
 ) -> Replay:
     """
     Follows one answer.
@@ -79,6 +82,7 @@ def replay(
         row: `input_ids` `[T]` and `loss_mask` `[T]`, True on the answer's tokens; see `dspark_hf.training.chat`.
         temperature: The one the answer was sampled with, without top-k or top-p; 0 for greedy answers.
         features: The target's over the row, `[1, T, ...]`, where they are known already.
+        rule: What the target does to its LM head's output, `logit_rule(target)`, where it is known already.
 
     Raises:
         ValueError: when the answer was not sampled from the target alone (several turns with gaps are refused).
@@ -96,7 +100,8 @@ def replay(
     logits = teacher_forced_logits(drafter, target, input_ids, features.context_features, anchors)  # [1, A, J, V_draft]
     at = draft_positions(anchors, num_drafts)  # [1, A, J]
     labels = gather_positions(input_ids, at + 1)
-    passing = _passing(drafter, target, logits, labels, gather_positions(features.last_hidden_states, at), temperature)
+    states = gather_positions(features.last_hidden_states, at)
+    passing = _passing(drafter, target, logits, labels, states, temperature, rule)
     inside = at + 1 <= positions[-1] + 1
     return _walk((passing * inside)[0].double().cpu())
 
@@ -132,31 +137,25 @@ def _passing(
     labels: torch.Tensor,
     hidden_states: torch.Tensor,
     temperature: float,
+    rule: LogitRule | None,
 ) -> torch.Tensor:
     """Probability that each draft passes given that all before it did, `[1, A, J]`."""
-    ids = drafter.draft_token_ids
-    index = labels
-    if ids is not None:
-        ids = ids.to(labels.device)
-        index = torch.searchsorted(ids, labels).clamp_max(len(ids) - 1)
-        is_drafted = ids[index] == labels
-    else:
-        is_drafted = torch.ones_like(labels, dtype=torch.bool)
+    index = draft_indices(drafter.draft_token_ids, labels)
     if not temperature:
-        return (logits.argmax(-1) == index) & is_drafted
-    q = (logits.float() / temperature).log_softmax(-1).gather(-1, index[..., None])[..., 0]
-    p = _label_logprobs(target, labels, hidden_states, temperature)
-    return (q - p).clamp(max=0).exp() * is_drafted
+        return logits.argmax(-1) == index
+    q = (logits.float() / temperature).log_softmax(-1).gather(-1, index.clamp_min(0)[..., None])[..., 0]
+    p = _label_logprobs(target, rule or logit_rule(target), labels, hidden_states, temperature)
+    return (q - p).clamp(max=0).exp() * (index >= 0)
 
 
-def _label_logprobs(target: PreTrainedModel, labels: torch.Tensor, hidden_states: torch.Tensor, temperature: float):
+def _label_logprobs(
+    target: PreTrainedModel, rule: LogitRule, labels: torch.Tensor, hidden_states: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """Log-probability that the target gives each label, `[1, A, J]`."""
     # Neighbouring blocks ask for the same positions: each is computed where it is slot 0, or in the last block.
     head = target_embeddings(target)[1]
     first, last = (torch.cat([v[0, :, 0], v[0, -1, 1:]]) for v in (labels, hidden_states))
-    logits = head(last).float()  # [A + J - 1, V]
-    if (cap := getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)) is not None:
-        logits = torch.tanh(logits / cap) * cap
+    logits = rule(head(last))  # [A + J - 1, V]
     logprobs = (logits / temperature).log_softmax(-1).gather(-1, first[:, None])[:, 0]
     return logprobs.unfold(0, labels.shape[2], 1)[None]
 

@@ -97,7 +97,6 @@ class TargetHead:
         self.rule = rule
         ids = embeddings.draft_token_ids
         self.draft_token_ids = ids
-        self._index: torch.Tensor | None = None
 
     @torch.no_grad()
     def law(self, targets: DraftTargets) -> TargetLaw:
@@ -117,12 +116,16 @@ class TargetHead:
 
     def draft_indices(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Where tokens are in the draft vocabulary; -1 for those that are not."""
-        ids = self.draft_token_ids
-        if ids is None:
-            return token_ids
-        ids = ids.to(token_ids.device)
-        index = torch.searchsorted(ids, token_ids).clamp_max(len(ids) - 1)
-        return torch.where(ids[index] == token_ids, index, -1)
+        return draft_indices(self.draft_token_ids, token_ids)
+
+
+def draft_indices(draft_token_ids: torch.Tensor | None, token_ids: torch.Tensor) -> torch.Tensor:
+    """Where tokens are in a draft vocabulary (ascending; `None` for the full one); -1 for those that are not."""
+    if draft_token_ids is None:
+        return token_ids
+    ids = draft_token_ids.to(token_ids.device)
+    index = torch.searchsorted(ids, token_ids).clamp_max(len(ids) - 1)
+    return torch.where(ids[index] == token_ids, index, -1)
 
 
 # ------------------------------------------------------------------------------------------------- the two computations
