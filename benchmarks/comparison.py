@@ -46,6 +46,7 @@ RANK = 64
 MODES = {"t1": 1.0, "greedy": 0.0}  # Temperatures of the answers.
 TITLES = {"t1": "temperature 1", "greedy": "greedy"}
 TASKS = ["gsm8k", "humaneval", "mt-bench", "aime25"]
+FEW, MANY = 300, 1500  # Optimiser steps.
 MIN_TRIED = 40  # Drafts; a share of fewer is not shown.
 MARKS = ("<!-- comparison begins -->", "<!-- comparison ends -->")  # In results.md, around what `report` writes.
 LABELS = {
@@ -65,17 +66,23 @@ class Variant:
     layers: int = 2
     block: int = 7
     seed: int = 0
+    steps: int = FEW
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.layers}layers-block{self.block}" + (f"-seed{self.seed}" if self.seed else "")
+        name = f"{self.kind}-{self.layers}layers-block{self.block}"
+        name += f"-seed{self.seed}" if self.seed else ""
+        return name + (f"-{self.steps}steps" if self.steps != FEW else "")
 
 
 KINDS = [Variant("dflash"), Variant("markov"), Variant("gated"), Variant("rnn"), Variant("eagle3", layers=1)]
+LONGER = [replace(variant, steps=MANY) for variant in KINDS]
 DEPTHS = [Variant(kind, layers=layers) for kind in ("dflash", "markov") for layers in (1, 3)]
 BLOCKS = [Variant(kind, block=block) for kind in ("dflash", "markov") for block in (4, 12)]
-SEEDS = [Variant(kind, seed=1) for kind in ("dflash", "markov")]
-VARIANTS = {variant.name: variant for variant in KINDS + BLOCKS + DEPTHS + SEEDS}
+SEEDS = [
+    Variant(kind, seed=seed, steps=steps) for steps in (FEW, MANY) for seed in (0, 1) for kind in ("dflash", "markov")
+]
+VARIANTS = {variant.name: variant for variant in KINDS + LONGER + BLOCKS + DEPTHS + SEEDS}
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -125,12 +132,12 @@ def train_one(variant: Variant, options, target, tokenizer, rows):
     print(f"{variant.name}: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {len(rows)} rows")
     arguments = DSparkTrainingArguments(
         folder,
-        max_steps=options.steps,
+        max_steps=variant.steps,
         per_device_train_batch_size=options.batch_size,
         num_anchors=options.anchors,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=options.steps // 50,
+        warmup_steps=variant.steps // 50,
         adam_beta2=0.98,
         matrix_optimizer="muon",
         logits_chunk_size=256,
@@ -149,7 +156,6 @@ def train_one(variant: Variant, options, target, tokenizer, rows):
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     done = asdict(variant) | {
-        "steps": options.steps,
         "rows_a_step": options.batch_size,
         "anchors_a_row": options.anchors,
         "learning_rate": options.learning_rate,
@@ -232,6 +238,10 @@ class Results:
         answers = self.replays[next(iter(self.done))]
         self.tasks = [task for task in TASKS if any(one["task"] == task for one in answers)]
 
+    def kinds(self, steps: int) -> list[Variant]:
+        """The kinds that were trained for so many steps."""
+        return [kind for variant in KINDS if (kind := replace(variant, steps=steps)).name in self.done]
+
     def of(self, name: str, mode: str, task: str) -> list[dict]:
         return [one for one in self.replays[name] if (one["mode"], one["task"]) == (mode, task)]
 
@@ -270,10 +280,10 @@ def interval(values: np.ndarray) -> str:
 
 
 def kinds_table(results: Results, mode: str) -> str:
-    variants = [variant for variant in KINDS if variant.name in results.done]
+    variants = results.kinds(MANY)
     names = [variant.name for variant in variants]
     means, draws = results.macro(names, mode)
-    base = names.index(Variant("dflash").name)
+    base = [variant.kind for variant in variants].index("dflash")
     lines = [
         f"| drafter | parameters | {' | '.join(results.tasks)} | mean | over DFlash |",
         f"| --- | ---: |{' ---: |' * len(results.tasks)} ---: | ---: |",
@@ -310,20 +320,35 @@ def gain_table(results: Results, axis: str, values: list[int]) -> str:
     return "\n".join(lines)
 
 
-def has_seeds(results: Results) -> bool:
-    return all(variant.name in results.done for variant in SEEDS)
+def steps_table(results: Results) -> str:
+    """Macro means of the kinds, and gains over DFlash, after few and after many steps."""
+    lines = [
+        "| drafter | temperature |" + "".join(f" {steps:,} steps | over DFlash |" for steps in (FEW, MANY)),
+        "| --- | --- |" + " ---: | ---: |" * 2,
+    ]
+    for variant in results.kinds(MANY):
+        for mode, temperature in MODES.items():
+            cells = [LABELS[variant.kind], str(temperature or "greedy")]
+            for steps in (FEW, MANY):
+                (base, mean), _ = results.macro(
+                    [Variant("dflash", steps=steps).name, replace(variant, steps=steps).name], mode
+                )
+                cells += [f"{mean:.2f}", "" if variant.kind == "dflash" else f"{100 * (mean / base - 1):+.1f} %"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def seeds_table(results: Results) -> str:
-    lines = ["| seed | temperature | DFlash | DSpark | gain |", "| ---: | --- | ---: | ---: | ---: |"]
-    for seed in (0, 1):
-        names = [Variant(kind, seed=seed).name for kind in ("dflash", "markov")]
-        if any(name not in results.done for name in names):
-            continue
-        for mode, temperature in MODES.items():
-            means, _ = results.macro(names, mode)
-            gain = f"{100 * (means[1] / means[0] - 1):+.1f} %"
-            lines.append(f"| {seed} | {temperature or 'greedy'} | {means[0]:.2f} | {means[1]:.2f} | {gain} |")
+    """DFlash and DSpark once more with other initial weights, rows in another order and other anchors."""
+    lines = ["| steps | seed | temperature | DFlash | DSpark | gain |", "| ---: | ---: | --- | ---: | ---: | ---: |"]
+    for dflash, markov in zip(SEEDS[::2], SEEDS[1::2], strict=True):
+        if dflash.name in results.done and markov.name in results.done:
+            for mode, temperature in MODES.items():
+                means, _ = results.macro([dflash.name, markov.name], mode)
+                lines.append(
+                    f"| {dflash.steps:,} | {dflash.seed} | {temperature or 'greedy'} | {means[0]:.2f} | {means[1]:.2f} | "
+                    f"{100 * (means[1] / means[0] - 1):+.1f} % |"
+                )
     return "\n".join(lines)
 
 
@@ -331,7 +356,7 @@ def positions_figure(results: Results):
     """Conditional acceptance by slot of the five kinds (paper Fig. 2)."""
     figure, panels = new_figure(2)
     for axes, mode in zip(panels, MODES, strict=True):
-        for i, variant in enumerate(variant for variant in KINDS if variant.name in results.done):
+        for i, variant in enumerate(results.kinds(MANY)):
             shares = results.conditional(variant.name, mode)
             slots = range(1, len(shares) + 1)
             axes.plot(
@@ -380,8 +405,8 @@ def cost_note(results: Results) -> str:
     done = list(results.done.values())
     hours = sum(one["seconds"] for one in done) / 3600
     return (
-        f"Every drafter: {done[0]['rows']} rows, {done[0]['steps']} steps of {done[0]['rows_a_step']} rows with "
-        f"{done[0]['anchors_a_row']} anchors each. Training all {len(done)} took {hours:.1f} hours on one core."
+        f"Every drafter: {done[0]['rows']:,} rows, {done[0]['rows_a_step']} of them a step, with {done[0]['anchors_a_row']} "
+        f"anchors each. Training all {len(done)} took {hours:.1f} hours on one core."
     )
 
 
@@ -398,11 +423,12 @@ def report(options):
     for name, figure in figures.items():
         figure.savefig(images / f"{name}.png", dpi=130)
     tables = [
-        f"Temperature 1:\n\n{kinds_table(results, 't1')}",
-        f"Greedy:\n\n{kinds_table(results, 'greedy')}",
-        f"By block length (2 layers):\n\n{gain_table(results, 'block', [4, 7, 12])}",
-        f"By depth (block 7):\n\n{gain_table(results, 'layers', [1, 2, 3])}",
-        *([f"Two seeds of training (2 layers, block 7):\n\n{seeds_table(results)}"] if has_seeds(results) else []),
+        f"After {MANY:,} steps, temperature 1:\n\n{kinds_table(results, 't1')}",
+        f"After {MANY:,} steps, greedy:\n\n{kinds_table(results, 'greedy')}",
+        f"By steps of training:\n\n{steps_table(results)}",
+        f"By block length (2 layers, {FEW} steps):\n\n{gain_table(results, 'block', [4, 7, 12])}",
+        f"By depth (block 7, {FEW} steps):\n\n{gain_table(results, 'layers', [1, 2, 3])}",
+        f"By seed (2 layers, block 7):\n\n{seeds_table(results)}",
         cost_note(results),
     ]
     page = options.output / "results.md"
@@ -421,7 +447,6 @@ def main() -> None:
     parser.add_argument("--max-prompts", type=int, default=40, help="answer: prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="answer: length of an answer")
     parser.add_argument("--output", type=Path, default=ROOT / "docs", help="report: folder")
-    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8, help="rows a step")
     parser.add_argument("--anchors", type=int, default=16, help="blocks a row")
     parser.add_argument("--learning-rate", type=float, default=3e-3)

@@ -19,6 +19,15 @@ def make_rows(count: int, length: int = 18, prompt: int = 5) -> list[dict]:
     return rows
 
 
+KINDS = {"DSpark": tiny.random_drafter, "EAGLE-3": tiny.eagle3_drafter}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def new_drafter(request):
+    """Makes a drafter for a target, of each kind that has a training of its own."""
+    return request.param
+
+
 @pytest.fixture
 def make_trainer(tmp_path):
     """Builds a trainer; options that are fields of the arguments go there, the others to the trainer."""

@@ -13,8 +13,6 @@ import tiny
 from dspark_hf import Drafter, Eagle3Drafter
 from dspark_hf.draft_cache import DraftCache
 from dspark_hf.masks import chain_training_mask
-from dspark_hf.training.arguments import DSparkTrainingArguments
-from dspark_hf.training.features import CachedFeatureDataset, cache_features
 
 SHARED = Path(os.environ.get("DSPARK_HF_SHARED") or Path(__file__).parents[3] / "shared")
 CASE = SHARED / "parity" / "g_qwen3_eagle3"
@@ -135,61 +133,11 @@ def test_the_loss_falls(make_trainer, rows, optimizer, chunk_size):
     assert sum(found[-3:]) < 0.93 * sum(found[:3])
 
 
-def test_cached_features_train_as_those_computed_on_the_way(make_trainer, rows, tmp_path):
+def test_what_is_saved_drafts(make_trainer, tmp_path):
     target = tiny.qwen3()
-    drafter = tiny.eagle3_drafter(target, draft_vocab_size=60)
-    start = {name: value.clone() for name, value in drafter.state_dict().items()}
-    cache_features(target, drafter.config, rows(6), tmp_path / "cache", dtype=torch.float32, progress=False)
-    results = []
-    for data in (rows(6), CachedFeatureDataset(tmp_path / "cache", drafter.config)):
-        drafter.load_state_dict(start)
-        trainer = make_trainer(drafter, target, rows=data, max_steps=3)
-        trainer.train()
-        results.append(losses(trainer))
-    assert results[0] == pytest.approx(results[1], rel=1e-4)
-
-
-def test_accumulated_micro_batches_are_one_batch(make_trainer, rows):
-    """Rows of different lengths; some have no anchor, or one whose state before it does not exist."""
-    odd = [{"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 0, 0]}, {"input_ids": [5, 6], "loss_mask": [0, 0]}]
-    results = []
-    for size, accumulation in ((8, 1), (2, 4)):
-        target = tiny.qwen3()
-        trainer = make_trainer(
-            tiny.eagle3_drafter(target),
-            target,
-            rows=rows(6) + odd,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=accumulation,
-            max_steps=2,
-        )
-        trainer.train()
-        results.append(losses(trainer))
-    assert all(math.isfinite(loss) for loss in results[0])
-    assert results[0] == pytest.approx(results[1], rel=1e-4)
-
-
-def test_checkpointing_activations_changes_nothing(make_trainer):
-    fields = DSparkTrainingArguments.__dataclass_fields__
-    option = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in fields)
-    results = []
-    for options in ({}, {option: True}):
-        target = tiny.qwen3()
-        trainer = make_trainer(tiny.eagle3_drafter(target), target, max_steps=2, **options)
-        trainer.train()
-        results.append(losses(trainer))
-    assert results[0] == pytest.approx(results[1], rel=1e-5)
-
-
-def test_what_is_saved_resumes_and_drafts(make_trainer, tmp_path):
-    target = tiny.qwen3()
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_dtype": "bfloat16"}
-    whole = make_trainer(tiny.eagle3_drafter(target), target, folder="run", **options)
-    whole.train()
-    resumed = make_trainer(tiny.eagle3_drafter(target), target, folder="run", **options)
-    resumed.train(resume_from_checkpoint=str(resumed.args.output_dir) + "/checkpoint-2")
-    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-6)
-    whole.save_model(str(tmp_path / "saved"))
+    trainer = make_trainer(tiny.eagle3_drafter(target), target, max_steps=2, save_dtype="bfloat16")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
     drafter = Drafter.from_pretrained(tmp_path / "saved")
     assert type(drafter) is Eagle3Drafter
     assert drafter.dtype == torch.bfloat16

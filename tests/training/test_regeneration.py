@@ -336,10 +336,10 @@ def test_a_killed_run_loses_and_doubles_nothing(
     assert by_id(output) == by_id(tmp_path / "whole.jsonl")
 
 
-def test_start_and_limit_choose_prompts_by_index(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+def test_start_and_max_prompts_choose_prompts_by_index(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     regenerator = Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=3))
     output = tmp_path / "out.jsonl"
-    regenerator.run(word_rows(10), output, start=4, limit=3, progress=False)
+    regenerator.run(word_rows(10), output, start=4, max_prompts=3, progress=False)
     assert sorted(row["id"] for row in read_rows(output)) == [4, 5, 6]
     regenerator.run(word_rows(10), output, progress=False)
     assert Counter(row["id"] for row in read_rows(output)) == Counter(range(10))

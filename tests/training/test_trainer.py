@@ -34,23 +34,32 @@ class StopAt(TrainerCallback):
 # ------------------------------------------------------------------ invariance
 
 
-def test_accumulated_micro_batches_are_one_batch(make_trainer, rows):
-    """Rows of different lengths, so that a mean of means would differ."""
-    uneven = rows(8) + [{"input_ids": [5, 6, 7, 8, 9, 10, 11], "loss_mask": [0, 0, 0, 0, 0, 1, 1]}] * 8
+def test_accumulated_micro_batches_are_one_batch(new_drafter, make_trainer, rows):
+    """Rows of different lengths, so that a mean of means would differ, and some with no anchor."""
+    uneven = rows(8) + [{"input_ids": [5, 6, 7, 8, 9, 10, 11], "loss_mask": [0, 0, 0, 0, 0, 1, 1]}] * 6
+    uneven += [{"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 0, 0]}, {"input_ids": [5, 6], "loss_mask": [0, 0]}]
     results = []
     for size, accumulation in ((8, 1), (2, 4)):
+        target = tiny.qwen3()
         trainer = make_trainer(
-            rows=uneven, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=3
+            new_drafter(target),
+            target,
+            rows=uneven,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            max_steps=3,
         )
         trainer.train()
         results.append((losses(trainer), weights(trainer)))
+    assert all(math.isfinite(loss) for loss in results[0][0])
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-4)
     for name, weight in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], weight, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(accumulation, make_trainer):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(accumulation, new_drafter, make_trainer):
+    target = tiny.qwen3()
     options = {
         "max_steps": 7,
         "save_strategy": "steps",
@@ -58,11 +67,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(accumulation, make_trainer)
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": accumulation,
     }
-    whole = make_trainer(folder="whole", **options)
+    whole = make_trainer(new_drafter(target), target, folder="whole", **options)
     whole.train()
-    stopped = make_trainer(folder="stopped", callbacks=[StopAt(3)], **options)
+    stopped = make_trainer(new_drafter(target), target, folder="stopped", callbacks=[StopAt(3)], **options)
     stopped.train()
-    resumed = make_trainer(folder="stopped", **options)
+    resumed = make_trainer(new_drafter(target), target, folder="stopped", **options)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 7
     assert losses(resumed) == pytest.approx(losses(whole), rel=1e-6)
@@ -72,12 +81,13 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(accumulation, make_trainer)
         torch.testing.assert_close(weights(resumed)[name], weight, rtol=0, atol=1e-7)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(make_trainer):
+def test_gradient_checkpointing_gives_the_same_gradients(new_drafter, make_trainer):
     fields = DSparkTrainingArguments.__dataclass_fields__
     option = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in fields)
     gradients = []
     for checkpointing in (False, True):
-        trainer = make_trainer(max_steps=1, max_grad_norm=1e9, **({option: True} if checkpointing else {}))
+        target = tiny.qwen3()
+        trainer = make_trainer(new_drafter(target), target, max_steps=1, max_grad_norm=1e9, **{option: checkpointing})
         found = {}
 
         class Keep(TrainerCallback):
@@ -92,9 +102,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_trainer):
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
-def test_cached_features_train_as_those_computed_on_the_way(make_trainer, rows, tmp_path):
+def test_cached_features_train_as_those_computed_on_the_way(new_drafter, make_trainer, rows, tmp_path):
     target = tiny.qwen3()
-    drafter = tiny.random_drafter(target, draft_vocab_size=60)
+    drafter = new_drafter(target, draft_vocab_size=60)
     start = {name: value.clone() for name, value in drafter.state_dict().items()}
     cache_features(target, drafter.config, rows(6), tmp_path / "cache", dtype=torch.float32, progress=False)
     results = []

@@ -38,7 +38,7 @@ def regenerate(
         str | None, typer.Option(help="Column with the prompt: a text, a list of messages or a list of user turns.")
     ] = None,
     start: Annotated[int, typer.Option(min=0, help="Index of the first prompt to answer.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Answer at most so many prompts.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Answer at most so many prompts.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a response at most; the target's own limit or 512 by default.")
     ] = None,
@@ -96,7 +96,7 @@ def regenerate(
         rows = read_prompts(_self_prompts(writer, self_prompt, output, settings))
     else:
         rows = read_prompts(str(prompts), split, subset or "", column or "")
-    added = writer.run(rows, output, start, limit)
+    added = writer.run(rows, output, start, max_prompts)
     typer.echo(f"{added} responses added to {output}.")
 
 

@@ -405,7 +405,7 @@ class ResponseWriter(ABC):
         prompts: Iterable[dict[str, Any]],
         output: str | Path,
         start: int = 0,
-        limit: int | None = None,
+        max_prompts: int | None = None,
         progress: bool = True,
     ) -> int:
         """Answer the prompts that `output` lacks, appending to it.
@@ -414,7 +414,7 @@ class ResponseWriter(ABC):
             prompts: rows as `read_prompts` gives them; a row's index is its id.
             output: JSON-lines file, resumed where it exists.
             start: index of the first prompt to answer.
-            limit: at most this many prompts from there.
+            max_prompts: at most this many from there.
             progress: show a progress bar.
 
         Returns:
@@ -423,7 +423,7 @@ class ResponseWriter(ABC):
         Raises:
             ValueError: a prompt has none of the known fields, or `output` holds rows of other prompts or settings.
         """
-        stop = None if limit is None else start + limit
+        stop = None if max_prompts is None else start + max_prompts
         chosen = dict(islice(enumerate(prompts), start, stop))
         added = 0
         with ResumableLines(output, self.origin()) as lines:
