@@ -13,6 +13,7 @@
 #   TORCH_SPEC  what to `pip install` where there is no torch yet. On Linux PyPI's own build brings several GB of CUDA
 #               libraries; TORCH_SPEC="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" does without.
 #   PYTEST      arguments for pytest, such as PYTEST="tests/generation -x"
+#   WORKERS     processes that tests run in, one thread each; one a core by default
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +21,8 @@ VENV_LOWEST ?= .venv-lowest
 TORCH_SPEC ?= torch==2.13.0
 LOWEST_TRANSFORMERS ?= 5.17.0
 PYTEST ?=
+WORKERS ?= auto
+RUN_TESTS := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # An environment is outdated when what it was made from has changed.
 KEY := $(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
@@ -39,9 +42,9 @@ demo: $(READY_DEMO)
 	$(IN_VENV) examples/quickstart.py
 
 test: $(READY) $(READY_LOWEST)
-	$(IN_VENV) -m pytest $(PYTEST)
+	$(IN_VENV) $(RUN_TESTS) $(PYTEST)
 	@# With arguments of the caller's there may be no integration test among those asked for (status 5).
-	$(IN_LOWEST) -m pytest -m "integration and not slow and not gpu" $(PYTEST) || [ $$? -eq $(if $(PYTEST),5,0) ]
+	$(IN_LOWEST) $(RUN_TESTS) -m "integration and not slow and not gpu" $(PYTEST) || [ $$? -eq $(if $(PYTEST),5,0) ]
 
 slow: $(READY) $(READY_DEMO) interop
 	$(IN_VENV) -m pytest -m "slow and not gpu" $(PYTEST)

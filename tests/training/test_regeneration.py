@@ -372,7 +372,7 @@ def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"turns": ["b", "c"]}\n')
     assert list(read_prompts(path)) == [{"prompt": "a"}, {"turns": ["b", "c"]}]
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="There is no file"):
         list(read_prompts(tmp_path / "missing.jsonl"))
 
 

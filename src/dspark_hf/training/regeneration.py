@@ -140,7 +140,7 @@ def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[d
             yield from (json.loads(line) for line in file if line.strip())
         return
     if path.suffix in (".jsonl", ".json"):
-        raise ValueError(f"Prompt file '{source}' does not exist.")
+        raise ValueError(f"There is no file '{source}'.")
     try:
         from datasets import load_dataset
     except ImportError as error:
