@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import tiny
 from dspark_hf.training import regeneration, regeneration_server
@@ -128,6 +128,38 @@ def test_a_sliding_window_is_served_as_long_as_rows_fit_into_it() -> None:
     )
     for i, prompt in enumerate(prompts):
         assert completions[i].token_ids == greedy_by_generate(target, prompt, 12, [])
+
+
+LENGTH_DEPENDENT_ROPE = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT_ROPE)
+def test_frequencies_that_follow_the_longest_row_are_served_up_to_where_they_start_to(kind: str) -> None:
+    target = tiny.llama(rope_parameters=LENGTH_DEPENDENT_ROPE[kind], max_position_embeddings=32)
+    assert unsupported_reason(target, max_length=32) is None
+    assert "original RoPE length of 32 tokens" in unsupported_reason(target, max_length=33)
+    prompts = [prompt for prompt in ragged_prompts() if len(prompt) <= 20]
+    completions = completed(
+        SlotDecoder(target, Sampling(do_sample=False), [], 4), [Request(i, p, 12) for i, p in enumerate(prompts)]
+    )
+    for i, prompt in enumerate(prompts):
+        assert completions[i].token_ids == greedy_by_generate(target, prompt, 12, [])
+
+
+def test_alibi_is_not_served_fast() -> None:
+    config = {"vocab_size": tiny.VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    falcon = FalconForCausalLM(FalconConfig(**config, alibi=True))
+    assert "ALiBi" in unsupported_reason(falcon)
+    assert unsupported_reason(FalconForCausalLM(FalconConfig(**config, alibi=False))) is None
 
 
 def test_the_attention_implementation_comes_back(target: PreTrainedModel) -> None:

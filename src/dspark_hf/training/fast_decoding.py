@@ -545,11 +545,30 @@ def attention_window(target: PreTrainedModel) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def fixed_rope_length(target: PreTrainedModel) -> int | None:
+    """Tokens up to which the rotary frequencies stay the same; None where they always do.
+
+    Beyond it, `dynamic` and `longrope` recompute them from the longest row of a pass, so rows would not be independent.
+    """
+    config = target.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # one for all layers, or one a layer type
+        if isinstance(parameters, dict) and parameters.get("rope_type") in ("dynamic", "longrope"):
+            return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    return None
+
+
+def length_limits(target: PreTrainedModel) -> dict[str, int]:
+    """What a target's rows must not outgrow, in tokens, by its name; empty for most targets."""
+    limits = {"attention window": attention_window(target), "original RoPE length": fixed_rope_length(target)}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
 def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | None:
     """Why `SlotDecoder` cannot serve `target` for rows of up to `max_length` tokens; None where it can.
 
-    What it needs: attention that can be exchanged, plain softmax over keys and values of every layer's own, and rows
-    that fit into a sliding window where there is one.
+    What it needs: attention that can be exchanged, plain softmax over keys and values of every layer's own, positions
+    that come from rotary or learned embeddings, and rows within `length_limits`.
     """
     config = target.config.get_text_config()
     if target.config.is_encoder_decoder:
@@ -565,9 +584,11 @@ def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | No
         return "some of its layers share keys and values"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention logits are capped"
-    window = attention_window(target)
-    if window is not None and window < max_length:
-        return f"its attention window of {window} tokens is shorter than the longest row, {max_length} tokens"
+    if getattr(config, "alibi", False):
+        return "its positions are biases of the attention logits (ALiBi)"
+    for name, limit in length_limits(target).items():
+        if limit < max_length:
+            return f"its {name} of {limit} tokens is shorter than the longest row, {max_length} tokens"
     missing = {"position_ids", "logits_to_keep", "use_cache"} - set(inspect.signature(target.forward).parameters)
     if missing:
         return f"its forward takes no {', '.join(sorted(missing))}"

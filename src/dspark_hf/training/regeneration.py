@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .fast_decoding import Completion, Request, Sampling, SlotDecoder, attention_window, unsupported_reason
+from .fast_decoding import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -568,10 +568,11 @@ class Regenerator(ResponseWriter):
         return PlainDecoder(self.target, self.sampling, self.eos_token_ids, self.settings.slots)
 
     def longest_row(self, conversations: list[Conversation]) -> int:
-        """Most tokens a row can come to. Only a sliding window makes it matter, so only then is it worked out."""
-        if attention_window(self.target) is None:
+        """Most tokens a row can come to. It is worked out only where it matters."""
+        if not length_limits(self.target):
             return 0
-        return max(map(self.longest, conversations), default=0)
+        longest = max(map(self.longest, conversations), default=0)
+        return longest if self.max_length is None else min(longest, self.max_length)
 
     def longest(self, conversation: Conversation) -> int:
         """Tokens of a whole conversation if every response runs to its limit."""
