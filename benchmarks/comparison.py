@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 from tqdm import tqdm
-from transformers.trainer_utils import get_last_checkpoint
 
 from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 from dspark_hf.evaluation.figures import COLORS, LINES, MARKERS
@@ -33,6 +32,7 @@ from dspark_hf.training.chat import encode_rows
 from dspark_hf.training.draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from dspark_hf.training.features import CachedFeatureDataset, target_features
 from dspark_hf.training.regeneration import RegenerationSettings, Regenerator, load_target
+from dspark_hf.training.run import last_checkpoint
 from dspark_hf.training.target_logits import logit_rule
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +127,7 @@ def train(options):
 
 def train_one(variant: Variant, options, target, tokenizer, rows):
     folder = options.runs / variant.name
-    checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
+    checkpoint = last_checkpoint(folder)
     drafter = new_drafter(variant, target, tokenizer, rows) if checkpoint is None else load_drafter(variant, checkpoint)
     print(f"{variant.name}: {sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters, {len(rows)} rows")
     arguments = DSparkTrainingArguments(

@@ -74,6 +74,8 @@ def cache(options: argparse.Namespace, target: Path, files: list[Path], folder: 
 
 def train(options: argparse.Namespace, target: Path, folder: Path) -> None:
     """Stage 4."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    together = {"ddp_backend": "gloo", "ddp_find_unused_parameters": "false"} if processes > 1 else {}
     dspark_hf(
         "train", "--use_cpu", "--bf16",
         target=target, data=folder, output_dir=options.output, target_dtype="bfloat16", mask_token=MASK_TOKEN,
@@ -82,11 +84,10 @@ def train(options: argparse.Namespace, target: Path, folder: Path) -> None:
         draft_vocab_size=options.draft_vocab_size,
         max_steps=options.steps, learning_rate=options.learning_rate, warmup_steps=options.steps // 50,
         lr_scheduler_type="cosine", adam_beta2=0.98, matrix_optimizer="muon", num_anchors=options.anchors,
-        per_device_train_batch_size=options.batch_size // int(os.environ.get("WORLD_SIZE", "1")),
+        per_device_train_batch_size=options.batch_size // processes,
         per_device_eval_batch_size=options.batch_size,
         logits_chunk_size=256,  # What fits the caches of a CPU core; a GPU takes more at once.
-        ddp_backend="gloo", ddp_find_unused_parameters="false",
-        save_steps=options.save_steps, save_dtype="bfloat16", report_to="none", disable_tqdm="true",
+        save_steps=options.save_steps, save_dtype="bfloat16", report_to="none", disable_tqdm="true", **together,
     )  # fmt: skip
 
 

@@ -247,6 +247,15 @@ class Drafter(PreTrainedModel):
                 f"{vocab_size}, but they go from {int(ids.min())} to {int(ids.max())} and {len(ids.unique())} are different."
             )
 
+    def enable_adapters(self) -> None:
+        """As in transformers, and with the heads that an adapter brings (PEFT's `modules_to_save`)."""
+        super().enable_adapters()
+        from peft.utils import ModulesToSaveWrapper
+
+        for module in self.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                module.enable_adapters(enabled=True)
+
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: Any,

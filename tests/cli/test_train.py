@@ -15,9 +15,9 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from dspark_hf import DSparkDrafter
+from dspark_hf import Drafter, DSparkDrafter
 from dspark_hf.cli.app import app
-from dspark_hf.cli.cache_features import amount
+from dspark_hf.training.features import amount
 from dspark_hf.training.options import parse_train_options, train_parser
 
 NEW = [
@@ -166,15 +166,81 @@ def test_cached_features_train_as_the_responses_do(folders, responses, tmp_path)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_drafter_is_trained_further_and_gets_heads(folders, responses, tmp_path):
+def further(folders, responses, output, *more):
     result = invoke(
-        "train", "--target", folders.target, "--data", responses, "--output_dir", tmp_path / "run",
-        "--drafter", folders.dflash, "--markov_rank", 8, *RUN, "--max_steps", 1, "--save_strategy", "no",
+        "train", "--target", folders.target, "--data", responses, "--output_dir", output, *RUN, "--max_steps", 1,
+        "--save_strategy", "no", *more,
     )  # fmt: skip
     assert result.exit_code == 0, repr(result.exception)
-    drafter = DSparkDrafter.from_pretrained(tmp_path / "run")
+    return DSparkDrafter.from_pretrained(output)
+
+
+def test_a_drafter_is_trained_further_and_gets_heads(folders, responses, tmp_path):
+    drafter = further(folders, responses, tmp_path / "run", "--drafter", folders.dflash, "--markov_rank", 8)
     assert drafter.config.markov_rank == 8 and drafter.config.num_hidden_layers == 2
     assert drafter.config.sample_from_anchor is False
+
+
+def test_a_drafter_gets_a_smaller_vocabulary_of_the_most_frequent_tokens_and_keeps_it(folders, responses, tmp_path):
+    smaller = further(folders, responses, tmp_path / "one", "--drafter", folders.random, "--draft_vocab_size", 24)
+    chosen = smaller.draft_token_ids.tolist()
+    assert len(chosen) == 24 and chosen != list(range(24))
+    again = further(folders, responses, tmp_path / "two", "--drafter", tmp_path / "one", "--held_out", 0.6)
+    assert again.draft_token_ids.tolist() == chosen
+
+
+def test_repeating_a_finished_run_leaves_the_same_drafter(folders, responses, tmp_path):
+    """Also where the run kept its last checkpoint, not its best."""
+    output, found = tmp_path / "run", []
+    for _ in range(2):
+        result = train(
+            folders, responses, output, "--max_steps", 4, "--save_steps", 1, "--eval_strategy", "steps", "--eval_steps", 1,
+            "--greater_is_better", "false", "--learning_rate", 0.01, "--save_total_limit", 4,
+        )  # fmt: skip
+        assert result.exit_code == 0, repr(result.exception)
+        found.append((output / "model.safetensors").read_bytes())
+    state = json.loads((output / "trainer_state.json").read_text())
+    assert not str(state["best_model_checkpoint"]).endswith("checkpoint-4")  # Or nothing could go wrong.
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_that_was_being_written_is_passed_over(folders, responses, tmp_path):
+    output, options = tmp_path / "run", ("--save_steps", 1)
+    assert train(folders, responses, output, *options, "--max_steps", 2).exit_code == 0
+    torn = output / "checkpoint-3"
+    torn.mkdir()
+    (torn / "config.json").write_text("{")
+    assert train(folders, responses, output, *options, "--max_steps", 4).exit_code == 0
+    assert [row["step"] for row in log(output) if row["loss"]] == ["1", "2", "3", "4"]
+
+
+def test_a_run_is_not_continued_with_another_drafter(folders, responses, tmp_path):
+    options = ("--save_steps", 1, "--max_steps", 1)
+    assert train(folders, responses, tmp_path / "run", *options).exit_code == 0
+    result = train(folders, responses, tmp_path / "run", *options, "--markov_rank", 4)
+    assert "of another drafter: markov_rank (8 there, 4 here)" in str(result.exception)
+    assert train(folders, responses, tmp_path / "run", *options, "--markov_rank", 4, "--resume", "false").exit_code == 0
+
+
+@pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
+def test_a_damaged_cache_is_not_trained_on(harm, folders, responses, tmp_path):
+    cache = ("cache-features", "-t", folders.target, "--data", responses, "-o", tmp_path / "cache", "--device", "cpu")
+    assert invoke(*cache, "--target-layer-ids", "0,2").exit_code == 0
+    shard = next((tmp_path / "cache").glob("shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 255
+    shard.unlink()
+    if harm != "gone":
+        shard.write_bytes(content if harm == "changed" else content[:200])
+    result = train(folders, tmp_path / "cache", tmp_path / "run", "--max_steps", 1)
+    assert "is damaged: shard-00000.safetensors" in str(result.exception)
+
+
+def test_nothing_held_out_is_said(folders, responses, tmp_path, caplog):
+    options = ("--max_steps", 1, "--held_out", 1e-9, "--save_strategy", "no")
+    with caplog.at_level("WARNING", logger="dspark_hf"):
+        assert train(folders, responses, tmp_path / "run", *options).exit_code == 0
+    assert "None of 12 conversations is held out" in caplog.text
 
 
 # peft asks transformers for an attribute by its old name.
@@ -227,6 +293,60 @@ def test_a_file_sets_options_and_the_command_line_overrides_them(suffix, tmp_pat
     assert command.options.target == "T" and command.options.data == ["a", "b"]
     assert command.arguments.learning_rate == 2e-3
     assert command.drafter == {"markov_rank": 32, "target_layer_ids": [1, 3], "qk_norm": False}
+
+
+def test_values_of_a_file_are_checked_as_those_of_the_command_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    options = f"target: T\noutput_dir: {tmp_path}\nuse_cpu: true\n"
+    file.write_text(f"{options}data: rows.jsonl\ntarget_layer_ids: [1, '3']\n")
+    command = parse_train_options(["--config", str(file)])
+    assert command.options.data == ["rows.jsonl"] and command.drafter == {"target_layer_ids": [1, 3]}
+    file.write_text(f"{options}data: rows.jsonl\nkind: Eagle3\n")
+    with pytest.raises(ValueError, match="sets kind to 'Eagle3', but it is one of dspark, dflash, eagle3"):
+        parse_train_options(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "run.yaml' cannot be read"),
+        ("- a", "holds a list"),
+        ("max_steps: many", "sets max_steps to 'many'"),
+        ("save_dtype: bogus", "save_dtype is 'bogus'"),
+    ],
+)
+def test_files_that_cannot_be_meant_are_refused(text, message, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    options = ["--target", "T", "--data", "a", "--output_dir", str(tmp_path), "--use_cpu"]
+    with pytest.raises(ValueError, match=message):
+        parse_train_options([*options, "--config", str(tmp_path / "run.yaml")])
+
+
+def test_held_out_rows_are_looked_at_unless_told_otherwise(tmp_path):
+    options = ["--target", "T", "--data", "a", "--output_dir", str(tmp_path), "--use_cpu", "--save_steps", "7"]
+    arguments = parse_train_options(options).arguments
+    assert (arguments.eval_strategy, arguments.eval_steps, arguments.load_best_model_at_end) == ("steps", 7, True)
+    assert parse_train_options([*options, "--eval_strategy", "no"]).arguments.eval_strategy == "no"
+    assert parse_train_options([*options, "--held_out", "0"]).arguments.eval_strategy == "no"
+
+
+def test_options_of_another_kind_of_drafter_are_refused(folders, responses, tmp_path):
+    result = train(folders, responses, tmp_path / "run", "--max_steps", 1, "--norm_before_residual", "true")
+    assert "norm_before_residual: only drafters of --kind eagle3" in str(result.exception)
+    options = (
+        "--target",
+        folders.target,
+        "--data",
+        responses,
+        "--output_dir",
+        tmp_path / "run",
+        *RUN,
+        "--max_steps",
+        1,
+    )
+    result = invoke("train", *options, "--kind", "eagle3", "--norm_before_residual", "true", "--save_strategy", "no")
+    assert result.exit_code == 0, repr(result.exception)
+    assert Drafter.from_pretrained(tmp_path / "run").config.norm_before_residual
 
 
 def test_a_file_with_an_unknown_option_is_refused(tmp_path):

@@ -23,7 +23,7 @@ args = DSparkTrainingArguments(
     folder, use_cpu=True, report_to="none", num_anchors=4, logging_steps=1, max_steps=3, save_steps=2,
     learning_rate=1e-3, disable_tqdm=True, ddp_backend="gloo", **options,
 )
-trainer = DSparkTrainer(tiny.random_drafter(target), target, args, train_dataset=uneven, eval_dataset=uneven)
+trainer = DSparkTrainer(tiny.random_drafter(target), target, args, train_dataset=uneven, eval_dataset=uneven[3:])
 trainer.train(resume_from_checkpoint=len(sys.argv) > 3)
 metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
@@ -52,7 +52,10 @@ def run(folder: Path, processes: int, resume: bool = False, **options) -> list:
 
 @pytest.mark.slow
 def test_however_a_batch_is_cut_the_trajectory_is_one(tmp_path):
-    """One process or two, in one piece or four, whole or stopped and resumed in the other number of processes."""
+    """
+    One process or two, in one piece or four, whole or stopped and resumed in the other number of processes. Held-out rows do
+    not fill the last batch of two processes, which accelerate fills up with rows that count already.
+    """
     one = run(tmp_path / "one", 1, per_device_train_batch_size=8)
     two = run(tmp_path / "two", 2, per_device_train_batch_size=1, gradient_accumulation_steps=4)
     assert two[0] == pytest.approx(one[0], rel=1e-4)

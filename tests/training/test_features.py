@@ -111,6 +111,29 @@ def test_other_rows_other_taps_and_a_full_disk_are_refused(rows, tmp_path, monke
         cache_features(target, config, rows(3), tmp_path / "full", progress=False)
 
 
+@pytest.mark.parametrize("positions", ["all", "anchors"])
+def test_a_cache_of_another_target_is_refused(positions, make_trainer, rows, tmp_path):
+    """Also one of the same shape and name, with other weights; another number type is no other target."""
+    target = tiny.qwen3()
+    drafter = tiny.random_drafter(target)
+    cache_features(target, drafter.config, rows(3), tmp_path, progress=False, positions=positions, num_anchors=2)
+    cached = CachedFeatureDataset(tmp_path, drafter.config)
+    cached.check_target(tiny.qwen3().bfloat16())
+    make_trainer(drafter, target, rows=cached)
+    torch.manual_seed(1)
+    other = tiny.qwen3()
+    for parameter in other.parameters():
+        parameter.data = torch.randn_like(parameter) * parameter.std()
+    for refused in (other, tiny.qwen3(hidden_size=48)):
+        with pytest.raises(ValueError, match="features of another target"):
+            cached.check_target(refused)
+    with pytest.raises(ValueError, match="features of another target"):
+        make_trainer(drafter, other, rows=cached)
+    with pytest.raises(ValueError, match="features of another target"):
+        more = rows(3) + rows(1)
+        cache_features(other, drafter.config, more, tmp_path, progress=False, positions=positions, num_anchors=2)
+
+
 def test_the_index_is_readable(rows, tmp_path):
     target = tiny.qwen3()
     config = tiny.drafter_config(target)

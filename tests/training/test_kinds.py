@@ -170,3 +170,12 @@ def test_new_heads_are_trained_with_the_backbone(make_trainer, rows, sample_from
     assert after["eval_confidence_loss"] < before["eval_confidence_loss"]
     head = trainer.model.markov_head
     assert head.markov_w2.weight.any()
+
+
+def test_a_warm_start_leaves_nothing_that_is_no_longer_true():
+    target = tiny.qwen3()
+    calibrated = tiny.random_drafter(target, confidence_temperatures=[1.5] * tiny.BLOCK_SIZE)
+    longer = warm_start(calibrated, block_size=tiny.BLOCK_SIZE + 2)
+    assert longer.config.block_size == tiny.BLOCK_SIZE + 2 and longer.config.confidence_temperatures is None
+    with pytest.raises(ValueError, match="LM head of its own"):
+        warm_start(tiny.random_drafter(target, has_lm_head=True), draft_vocab_size=60)

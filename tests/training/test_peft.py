@@ -167,3 +167,14 @@ def test_every_kind_of_head_is_trained_through_modules_to_save(head, target, mak
     make_trainer(model, target, max_steps=2, learning_rate=1e-2).train()
     parameters = dict(model.named_parameters())
     assert all(not torch.equal(parameters[name], value) for name, value in start.items())
+
+
+def test_heads_come_back_with_the_adapter_that_brings_them(target):
+    drafter = with_adapter(tiny.random_drafter(target))
+    with torch.no_grad():
+        drafter.confidence_head.modules_to_save["domain"].proj.bias.add_(1.0)
+    with_it = confidences(target, drafter.eval())
+    drafter.disable_adapters()
+    assert confidences(target, drafter) != with_it
+    drafter.enable_adapters()
+    assert confidences(target, drafter) == with_it

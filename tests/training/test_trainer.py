@@ -306,6 +306,15 @@ def test_the_logged_loss_is_the_sum_of_its_terms(make_trainer):
         assert entry["loss"] == pytest.approx(total, rel=1e-3)
 
 
+def test_calibration_of_the_weights_before_is_dropped(make_trainer):
+    target = tiny.qwen3()
+    drafter = tiny.random_drafter(target, confidence_temperatures=[1.5] * tiny.BLOCK_SIZE)
+    trainer = make_trainer(drafter, target, max_steps=1)
+    assert drafter.config.confidence_temperatures is not None  # Evaluation alone takes nothing away.
+    trainer.train()
+    assert drafter.config.confidence_temperatures is None
+
+
 # ------------------------------------------------------------------ does it learn?
 
 

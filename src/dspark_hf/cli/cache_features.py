@@ -82,6 +82,8 @@ def cache_features(
     model, tokenizer = load_target(target, dtype, device, threads)
     config = config_of(drafter, model, target_layer_ids, block_size, normalizers)
     rows = [row for source in data for row in encode_source(source, model, tokenizer, max_length, split, thinking)]
+    if not rows:
+        raise ValueError(f"{', '.join(data)}: no row has a response of two tokens within --max-length.")
     plan = CachePlan(config, getattr(torch, feature_dtype), positions, num_anchors, seed)
     typer.echo(size_in_words(plan, rows))
     if dry_run:
@@ -114,7 +116,10 @@ def config_of(
     text = target.config.get_text_config(decoder=True)
     fields: dict[str, Any] = {"block_size": block_size, "draft_vocab_size": text.vocab_size if normalizers else None}
     if target_layer_ids is not None:
-        fields["target_layer_ids"] = [int(layer_id) for layer_id in target_layer_ids.split(",")]
+        try:
+            fields["target_layer_ids"] = [int(layer_id) for layer_id in target_layer_ids.split(",")]
+        except ValueError:
+            raise typer.BadParameter(f"--target-layer-ids {target_layer_ids}: give numbers, such as 1,9,17.") from None
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     some_token = next(
         token_id for token_id in range(text.vocab_size) if token_id not in ends
@@ -126,6 +131,8 @@ def size_in_words(plan: CachePlan, rows: list[dict[str, Any]]) -> str:
     """What a cache takes, and what would take less."""
     from dataclasses import replace
 
+    from ..training.features import amount
+
     tokens = sum(len(row["input_ids"]) for row in rows)
     needed = {kind: replace(plan, positions=kind).num_bytes(rows) for kind in ("all", "response", "anchors")}
     mine = needed[plan.positions]
@@ -134,12 +141,3 @@ def size_in_words(plan: CachePlan, rows: list[dict[str, Any]]) -> str:
     )
     choices = "By --positions: " + ", ".join(f"{kind} {amount(number)}" for kind, number in needed.items()) + "."
     return f"{size}\n{choices}\n{ADVICE}"
-
-
-def amount(num_bytes: float) -> str:
-    """`"1.2 GB"`."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.3g} TB"

@@ -21,7 +21,7 @@ def load_target(
     The target and its tokenizer, ready to generate.
 
     Raises:
-        typer.BadParameter: for a number type that torch does not have.
+        ValueError: for a number type that torch does not have.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,14 +79,9 @@ def compile_models(*models: PreTrainedModel) -> None:
 
 def checked_dtype(dtype: str) -> Any:
     """`"auto"`, or a floating-point type of torch by name."""
-    import torch
+    from ..number_types import floating_dtype
 
-    if dtype == "auto":
-        return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise typer.BadParameter(f"--dtype {dtype} is none of auto, float32, bfloat16, float16.")
-    return found
+    return dtype if dtype == "auto" else floating_dtype(dtype, "--dtype")
 
 
 def default_device() -> str:

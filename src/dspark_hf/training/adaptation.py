@@ -26,13 +26,23 @@ def warm_start(drafter: DSparkDrafter, **changes: Any) -> DSparkDrafter:
         drafter: Where to start from; returned as it is when nothing changes.
         changes: Fields of its configuration.
 
+    The calibration of the confidences goes: it was of the old configuration.
+
     Raises:
-        ValueError: when the changed configuration contradicts itself.
+        ValueError: when the changed configuration contradicts itself, or the drafter has an LM head of its own, which
+            another draft vocabulary would leave without weights.
     """
     config = drafter.config
     changes = {name: value for name, value in changes.items() if getattr(config, name) != value}
     if not changes:
         return drafter
+    if "draft_vocab_size" in changes and config.has_lm_head:
+        raise ValueError(
+            f"draft_vocab_size={changes['draft_vocab_size']} cannot be given to this drafter: it has an LM head of its own "
+            f"over {config.draft_vocab_size or config.vocab_size} tokens. Leave the option out, or load the drafter with "
+            "borrow_embeddings=True and save it, which makes it use the target's head."
+        )
+    changes = {"confidence_temperatures": None} | changes
     if changes.get("markov_rank") and not config.markov_rank:
         changes = {"enable_confidence_head": True, "confidence_head_with_markov": True} | changes
     made = type(drafter)(type(config)(**(config.to_dict() | changes))).to(device=drafter.device, dtype=drafter.dtype)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from ..number_types import floating_dtype
+
 
 @dataclass
 class DSparkTrainingArguments(TrainingArguments):
@@ -78,5 +80,7 @@ class DSparkTrainingArguments(TrainingArguments):
             raise ValueError(f"matrix_optimizer is {self.matrix_optimizer!r}; give 'adamw' or 'muon'.")
         if self.matrix_optimizer == "muon" and (self.fsdp or self.deepspeed):
             raise ValueError("matrix_optimizer='muon' needs whole matrices, which FSDP and DeepSpeed cut: use 'adamw'.")
+        if self.save_dtype is not None:
+            floating_dtype(self.save_dtype, "save_dtype")
         if self.logits_chunk_size < 0:
             raise ValueError(f"logits_chunk_size is {self.logits_chunk_size}; give a number of drafts, or 0 for all.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -87,11 +88,16 @@ def load_source(source: str, config: DSparkConfig | None = None, **encoding: Any
         encoding: Further arguments of [`encode_source`].
 
     Raises:
-        ValueError: when there is no such source, it holds no rows, or the cache was made for another drafter.
+        ValueError: when there is no such source, it holds no rows, or the cache is damaged or of another drafter or target.
     """
     path = Path(source)
     if is_cache(source):
-        return TrainingData(source, CachedFeatureDataset(path, config), file_sha256(path / "index.json"))
+        cached = CachedFeatureDataset(path, config)
+        if PartialState().is_local_main_process:
+            cached.verify()
+        if (target := encoding.get("target")) is not None:
+            cached.check_target(target)
+        return TrainingData(source, cached, file_sha256(path / "index.json"))
     if path.is_dir():
         raise ValueError(
             f"'{source}' is a folder without index.json, so it is no feature cache. Give files or a cache."

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -38,6 +38,8 @@ from .collator import pad_rows
 from .target_logits import LogitRule, logit_rule
 
 POSITIONS = ("all", "response", "anchors")
+CHECKED_TOKENS = 64  # Of a cached row, to see whose features they are.
+MAX_DIFFERENCE = 0.25  # Number types and quantization stay far below it, another model lies above.
 _INDEX = "index.json"
 _VERSION = 1
 _LAW_KEYS = ("last_hidden_states", "log_normalizers", "greedy_ids")  # Kept where a draft may be compared.
@@ -242,6 +244,8 @@ def cache_features(
     folder.mkdir(parents=True, exist_ok=True)
     index = _open_index(folder, plan.description(target))
     done = _check_rows(folder, index, rows)
+    if 0 < done < len(rows):
+        CachedFeatureDataset(folder).check_target(target)
     check_space(folder, plan, rows[done:])
     if done < len(rows):
         writer = _ShardWriter(target.eval(), plan, batch_size)
@@ -254,6 +258,15 @@ def cache_features(
     return folder
 
 
+def amount(num_bytes: float) -> str:
+    """`"1.2 GB"`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"
+
+
 def check_space(folder: Path, plan: CachePlan, rows: Sequence[dict[str, Any]]) -> int:
     """
     The bytes that caching rows in `folder` takes.
@@ -264,9 +277,9 @@ def check_space(folder: Path, plan: CachePlan, rows: Sequence[dict[str, Any]]) -
     needed, free = plan.num_bytes(rows), shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"Caching the features of {len(rows)} rows takes {needed / 1e9:.1f} GB, and '{folder}' has "
-            f"{free / 1e9:.1f} GB left. Train without a cache: the trainer then computes features as it goes. "
-            "positions='response' or 'anchors' takes less."
+            f"Caching the features of {len(rows)} rows takes {amount(needed)}, and '{folder}' has {amount(free)} left. "
+            "Train without a cache: the trainer then computes features as it goes. --positions response (or anchors) takes "
+            "less."
         )
     return needed
 
@@ -315,6 +328,34 @@ class CachedFeatureDataset(Dataset):
                 f"drafts {config.num_draft_tokens}: cache its features in another folder."
             )
 
+    @torch.no_grad()
+    def check_target(self, target: PreTrainedModel) -> None:
+        """
+        Compares the features of the longest row's first tokens with the target's own: a name says nothing about weights.
+
+        Raises:
+            ValueError: when another target made them.
+        """
+        wanted = self.index["target_hidden_size"], target.config.get_text_config(decoder=True).hidden_size
+        difference = self._difference(target) if wanted[0] == wanted[1] else 1.0
+        if difference > MAX_DIFFERENCE:
+            raise ValueError(
+                f"'{self.folder}' holds features of another target: those of '{self.index['target']}', which differ by "
+                f"{100 * difference:.0f} % from those of '{target.config.name_or_path}'. Cache this one's in another folder."
+            )
+
+    def _difference(self, target: PreTrainedModel) -> float:
+        """Of the cached context features from the target's, relative, a median over tokens and tapped layers."""
+        row = next((row for row, (begin, end) in enumerate(self.spans["context_lengths"]) if end > begin), None)
+        if row is None:
+            return 0.0
+        tensors, width = self._read(row, ("input_ids", "context_features")), self.index["target_hidden_size"]
+        cached = tensors["context_features"][:CHECKED_TOKENS].float().unflatten(-1, (-1, width))  # [T, m, D]
+        taps, ids = _Taps([layer_id + 1 for layer_id in self.index["target_layer_ids"]]), tensors["input_ids"]
+        found = target_features(target, taps, ids[None, : len(cached)].to(target.device))  # type: ignore[arg-type]
+        own = found.context_features[0].float().cpu().unflatten(-1, (-1, width))
+        return float(((cached - own).norm(dim=-1) / own.norm(dim=-1)).median())
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -344,16 +385,19 @@ class CachedFeatureDataset(Dataset):
         Raises:
             ValueError: naming the damaged files.
         """
-        wrong = [
-            shard["file"]
-            for shard in self.index["shards"]
-            if "sha256" in shard and file_sha256(self.folder / shard["file"]) != shard["sha256"]
-        ]
+        wrong = []
+        for shard in tqdm(self.index["shards"], desc=f"Checking {self.folder}", unit="file", delay=5):
+            file = self.folder / shard["file"]
+            if not file.is_file() or ("sha256" in shard and file_sha256(file) != shard["sha256"]):
+                wrong.append(shard["file"])
         if wrong:
-            raise ValueError(
-                f"The feature cache '{self.folder}' is damaged: {', '.join(wrong)} are not as they were written. "
-                "Delete the folder and make the cache again."
-            )
+            raise ValueError(self._damaged(wrong))
+
+    def _damaged(self, files: Sequence[str]) -> str:
+        return (
+            f"The feature cache '{self.folder}' is damaged: {', '.join(files)} is not as it was written. "
+            "Delete the folder and make the cache again."
+        )
 
     def _read(self, row: int, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         if not 0 <= row < len(self):
@@ -368,11 +412,20 @@ class CachedFeatureDataset(Dataset):
 
     def _file(self, shard: int):
         if shard not in self._open:
-            self._open[shard] = safe_open(self.folder / self.files[shard], framework="pt")
+            try:
+                self._open[shard] = safe_open(self.folder / self.files[shard], framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(self._damaged([self.files[shard]])) from error
         return self._open[shard]
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_open": {}}  # Workers map the files themselves.
+
+
+class _Taps(NamedTuple):
+    """What `target_features` reads of a configuration."""
+
+    hidden_state_indices: list[int]
 
 
 class _Drafts(NamedTuple):

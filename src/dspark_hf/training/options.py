@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 from transformers import HfArgumentParser
 
 from ..configuration_dspark import DSparkConfig
+from ..configuration_eagle3 import Eagle3Config
 from .arguments import DSparkTrainingArguments
 
 # Fields of the configuration that describe a file, not a drafter to be made.
@@ -93,10 +94,11 @@ class TrainOptions:
 
 
 def drafter_fields() -> list[tuple[str, Any, Any]]:
-    """Every field of `DSparkConfig` as an optional field of a dataclass, helped by the class's own documentation."""
-    helps = _argument_helps(DSparkConfig.__doc__ or "")
+    """Every field of a drafter's configuration as an optional field of a dataclass, helped by the class's own documentation."""
+    helps = _argument_helps(Eagle3Config.__doc__ or "") | _argument_helps(DSparkConfig.__doc__ or "")
     made = []
-    own = type("Own", (), {"__annotations__": DSparkConfig.__annotations__})  # Without those of transformers' class.
+    # Without those of transformers' class.
+    own = type("Own", (), {"__annotations__": DSparkConfig.__annotations__ | Eagle3Config.__annotations__})
     for name, kind in get_type_hints(own, {"Any": Any}).items():
         if name not in _NOT_OPTIONS:
             text = helps.get(name, "As in the target's own layers.").replace("%", "%%")
@@ -106,7 +108,7 @@ def drafter_fields() -> list[tuple[str, Any, Any]]:
 
 def _argument_helps(doc: str) -> dict[str, str]:
     """`{name: description}` of a docstring's `Args:`."""
-    arguments = re.split(r"\n    Args:\n|\n    The remaining", doc)[1]
+    arguments = re.split(r"\n    Args:\n|\n    The remaining|\n    Raises:", doc)[1]
     found = {}
     for names, text in re.findall(r"^        ([\w, ]+?) \(.*?\):(.*?)(?=^        \w|\Z)", arguments, re.M | re.S):
         found.update(dict.fromkeys(names.split(", "), " ".join(text.split())))
@@ -173,9 +175,10 @@ def parse_train_options(arguments: list[str]) -> TrainCommand:
     file.add_argument("--config")
     if path := file.parse_known_args(arguments)[0].config:
         _set_from_file(parser, path)
+    parser.set_defaults(eval_strategy=None)  # Not the same as "no".
     found = vars(parser.parse_args(arguments))
     defaults = train_parser()
-    given = {name: value for name, value in found.items() if value != defaults.get_default(name)}
+    given = {name: value for name, value in found.items() if value not in (None, defaults.get_default(name))}
     _evaluate_when_saving(found)
     options, drafter, training = (
         {f.name: found[f.name] for f in fields(kind) if f.init}
@@ -186,13 +189,7 @@ def parse_train_options(arguments: list[str]) -> TrainCommand:
 
 
 def _set_from_file(parser: argparse.ArgumentParser, path: str) -> None:
-    text = Path(path).read_text(encoding="utf-8")
-    if path.endswith(".json"):
-        values = json.loads(text)
-    else:
-        import yaml  # type: ignore[import-untyped]  # transformers brings it along
-
-        values = yaml.safe_load(text) or {}
+    values = _read_file(path)
     actions = {action.dest: action for action in parser._actions}
     if unknown := sorted(set(values) - actions.keys()):
         raise ValueError(
@@ -201,14 +198,51 @@ def _set_from_file(parser: argparse.ArgumentParser, path: str) -> None:
     for name, value in values.items():
         action = actions[name]
         action.required = False
-        # YAML reads 6e-4 as text; the option's own type makes a number of it.
-        if isinstance(value, str) and callable(action.type) and action.nargs is None:
-            value = action.type(value)
-        parser.set_defaults(**{name: value})
+        parser.set_defaults(**{name: _checked(action, value, path)})
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    import yaml  # type: ignore[import-untyped]  # transformers brings it along
+
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text) or {}
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"'{path}' cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"'{path}' holds a {type(values).__name__}; give options as `name: value`.")
+    return values
+
+
+def _checked(action: argparse.Action, value: Any, path: str) -> Any:
+    """
+    A value of a file as the command line would have it: one of the option's choices, and a list where it takes several.
+    (YAML reads 6e-4 as text; the option's own type makes a number of it.)
+    """
+    if action.nargs in ("+", "*") and value is not None:
+        return [_of_type(action, part, path) for part in (value if isinstance(value, list) else [value])]
+    value = _of_type(action, value, path)
+    if action.choices is not None and value is not None and value not in action.choices:
+        raise ValueError(
+            f"'{path}' sets {action.dest} to {value!r}, but it is one of {', '.join(map(str, action.choices))}."
+        )
+    return value
+
+
+def _of_type(action: argparse.Action, value: Any, path: str) -> Any:
+    if not isinstance(value, str) or not callable(action.type):
+        return value
+    try:
+        return action.type(value)
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        raise ValueError(f"'{path}' sets {action.dest} to {value!r}: {error}") from error
 
 
 def _evaluate_when_saving(found: dict[str, Any]) -> None:
     """Held-out rows are looked at whenever a checkpoint is written, so that the best one can be kept."""
-    if found["eval_strategy"] == "no" and (found["held_out"] or found["eval_data"]):
+    if found["eval_strategy"] is not None:
+        return
+    found["eval_strategy"] = "no"
+    if found["held_out"] or found["eval_data"]:
         found["eval_strategy"], found["eval_steps"] = found["save_strategy"], found["save_steps"]
         found["load_best_model_at_end"] = found["save_strategy"] not in ("no", "best")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_dspark import DSparkConfig
 from ..drafter import Drafter
 from ..modeling_dspark import DSparkDrafter
+from ..number_types import floating_dtype
 from .adaptation import add_lora, warm_start
 from .data import TrainingData, cache_index, is_cache, joined, load_source
 from .draft_vocab import select_draft_vocabulary, set_draft_vocabulary
@@ -67,10 +68,12 @@ def train(command: TrainCommand) -> TrainingRun:
     options, arguments = command.options, command.arguments
     set_seed(arguments.seed)
     target, tokenizer = load_frozen_target(options)
-    start = starting_drafter(command, target, tokenizer)
+    start, has_new_vocabulary = starting_drafter(command, target, tokenizer)
     data = load_data(options, start.config, arguments.max_length, target, tokenizer)
     checkpoint = arguments.resume_from_checkpoint or (last_checkpoint(arguments.output_dir) if options.resume else None)
-    if start.config.draft_vocab_size and not options.drafter:
+    if checkpoint is not None:
+        check_same_drafter(start.config, checkpoint)
+    if has_new_vocabulary:
         set_draft_vocabulary(start, used_tokens(start.config, data, end_token_ids(target, tokenizer)))
     model = start
     if options.lora_rank is not None:
@@ -84,6 +87,7 @@ def train(command: TrainCommand) -> TrainingRun:
         )
     held_out = joined([source for source, _, _ in data], [held for _, _, held in data])
     if held_out is None:
+        warn_of_no_evaluation(options, data)
         arguments.eval_strategy, arguments.load_best_model_at_end = "no", False
     trainer = DSparkTrainer(
         model,
@@ -108,27 +112,33 @@ def load_frozen_target(options: TrainOptions) -> tuple[PreTrainedModel, PreTrain
     """The target, in the number type and place asked for, and its tokenizer."""
     device = options.target_device
     placed = {} if device is None else {"device_map": device if device == "auto" else {"": device}}
-    dtype = options.target_dtype if options.target_dtype == "auto" else getattr(torch, options.target_dtype)
+    dtype = "auto" if options.target_dtype == "auto" else floating_dtype(options.target_dtype, "target_dtype")
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype, **placed)
     return target, AutoTokenizer.from_pretrained(options.target)
 
 
-def starting_drafter(command: TrainCommand, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The drafter as it is before the first step: one that exists, or a new one made for the target."""
+def starting_drafter(
+    command: TrainCommand, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Any, bool]:
+    """
+    The drafter as it is before the first step, one that exists or a new one made for the target, and whether its draft
+    vocabulary is still to be chosen.
+    """
     options, fields = command.options, dict(command.drafter)
     if options.mask_token is not None:
         fields["mask_token_id"] = token_id(tokenizer, options.mask_token)
     if isinstance(ends := fields.get("eos_token_id"), list) and len(ends) == 1:
         fields["eos_token_id"] = ends[0]
     if options.drafter is not None:
-        drafter = warm_start(Drafter.from_pretrained(options.drafter, dtype=torch.float32), **fields)
+        given = Drafter.from_pretrained(options.drafter, dtype=torch.float32)
+        drafter, old_size = warm_start(given, **fields), given.config.draft_vocab_size
     else:
-        drafter = new_drafter(options, fields, target, tokenizer)
+        drafter, old_size = new_drafter(options, fields, target, tokenizer), None
     if options.attn_implementation is not None:
         drafter.set_attn_implementation(options.attn_implementation)
     elif command.arguments.device.type == "cuda" and not drafter.config.is_autoregressive:
         drafter.set_attn_implementation("flex_attention")
-    return drafter
+    return drafter, drafter.config.draft_vocab_size not in (None, old_size)
 
 
 def new_drafter(
@@ -138,6 +148,8 @@ def new_drafter(
     cached = [cache_index(source) for source in options.data if is_cache(source)]
     if cached:
         fields.setdefault("target_layer_ids", cached[0]["target_layer_ids"])
+    if options.kind != "eagle3" and (foreign := sorted(fields.keys() - DSparkConfig.__annotations__.keys())):
+        raise ValueError(f"{', '.join(foreign)}: only drafters of --kind eagle3 have this.")
     if (scale := logit_rule(target).scale) != 1.0:
         fields.setdefault("logit_scale", scale)
     fields.setdefault("target_name_or_path", options.target)
@@ -156,8 +168,8 @@ def mask_token_id(given: int | None, target: PreTrainedModel, tokenizer: PreTrai
     """The mask token: the one given, or a row of the embedding above the tokenizer's last id; `None` for the family's own."""
     if given is not None:
         return given
-    size, used = target.config.get_text_config(decoder=True).vocab_size, len(tokenizer)
-    return used if used < size else None
+    size, unused = target.config.get_text_config(decoder=True).vocab_size, max(tokenizer.get_vocab().values()) + 1
+    return unused if unused < size else None
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
@@ -206,9 +218,46 @@ def used_tokens(config: DSparkConfig, data: Any, end_ids: list[int]) -> torch.Te
     return select_draft_vocabulary(rows, config.vocab_size, config.draft_vocab_size, end_ids)
 
 
-def last_checkpoint(folder: str) -> str | None:
-    """The newest checkpoint in a run's folder."""
-    return get_last_checkpoint(folder) if os.path.isdir(folder) else None
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest whole checkpoint in a run's folder. The Trainer writes its own state last."""
+    names = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    steps = {int(step): name for name in names if (step := name.name.rpartition("-")[2]).isdigit()}
+    for _, checkpoint in sorted(steps.items(), reverse=True):
+        if (checkpoint / TRAINER_STATE_NAME).exists():
+            return str(checkpoint)
+        logger.warning(f"{checkpoint} is passed over: the run was stopped while it was written.")
+    return None
+
+
+def check_same_drafter(config: DSparkConfig, checkpoint: str) -> None:
+    """
+    Raises:
+        ValueError: when a checkpoint's drafter is another than the one that was asked for.
+    """
+    if not (file := Path(checkpoint) / CONFIG_NAME).exists():  # An adapter's has none.
+        return
+    there, here = json.loads(file.read_text(encoding="utf-8")), json.loads(config.to_json_string(use_diff=False))
+    own = {"model_type"} | DSparkConfig.__annotations__.keys() | type(config).__annotations__.keys()
+    own -= {"bos_token_id", "eos_token_id", "pad_token_id"}  # The Trainer takes them from the tokenizer.
+    names = sorted(own & here.keys())
+    different = [
+        f"{name} ({there.get(name)} there, {here[name]} here)" for name in names if there.get(name) != here[name]
+    ]
+    if different:
+        raise ValueError(
+            f"'{checkpoint}' is of another drafter: {', '.join(different)}. Give the options it was started with, another "
+            "--output_dir, or --resume false to begin anew."
+        )
+
+
+def warn_of_no_evaluation(options: TrainOptions, data: list[tuple[TrainingData, list[int], list[int]]]) -> None:
+    """Where a share was to be held out, and the data is too little for it."""
+    if options.held_out:
+        rows = sum(len(source.rows) for source, _, _ in data)
+        logger.warning(
+            f"None of {rows} conversations is held out (--held_out {options.held_out}), so there is no evaluation and no best "
+            "checkpoint. Hold out more, or give --eval_data."
+        )
 
 
 def take_finished(trainer: DSparkTrainer, checkpoint: str | None) -> bool:
@@ -225,7 +274,8 @@ def take_finished(trainer: DSparkTrainer, checkpoint: str | None) -> bool:
         finished = (state.epoch or 0.0) >= arguments.num_train_epochs
     if finished:
         trainer.state = state
-        trainer._load_from_checkpoint(state.best_model_checkpoint or checkpoint)
+        best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
+        trainer._load_from_checkpoint(best or checkpoint)
     return finished
 
 

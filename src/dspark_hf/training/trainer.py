@@ -24,12 +24,13 @@ from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hub import write_card
 from ..masks import anchor_mask, anchor_mask_mod
+from ..number_types import floating_dtype
 from .adaptation import has_own_adapter, load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
 from .chat import encode_rows
 from .collator import FEATURE_KEYS, DSparkCollator
-from .features import target_features
+from .features import CachedFeatureDataset, target_features
 from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summarize
 from .muon import MuonAdamW, split_parameters
 from .target_logits import logit_rule
@@ -127,6 +128,15 @@ class DSparkTrainer(Trainer):
         if theirs.lm_head is not lm_head:  # The drafter has a head of its own; the law is the target's.
             theirs = SharedEmbeddings(embed_tokens, lm_head, draft_token_ids=drafter.draft_token_ids)
         self.target_head = TargetHead(theirs, self._logit_rule)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        config = self.model.config
+        if getattr(config, "confidence_temperatures", None) is not None:
+            logger.warning(
+                "The drafter's calibration was of its old weights and is dropped; `dspark-hf calibrate` makes a new one."
+            )
+            config.confidence_temperatures = None
+        return super().train(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if has_own_adapter(self.model):
@@ -274,9 +284,21 @@ class DSparkTrainer(Trainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
         inputs = self._prepare_inputs(inputs)
+        inputs["draft_weights"] = self._without_repeats(inputs["draft_weights"])
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
+
+    def _without_repeats(self, weights: torch.Tensor) -> torch.Tensor:
+        """
+        The weights `[B, A, J]`, zero in rows that were evaluated before: where the rows of the last batch do not fill those
+        of all processes, accelerate fills them up from the start.
+        """
+        remaining = self.accelerator.gradient_state.remainder  # Rows of all processes that are new.
+        if not self.accelerator.gradient_state.end_of_dataloader or remaining <= 0:
+            return weights
+        new = remaining - self.accelerator.process_index * len(weights)
+        return weights * (torch.arange(len(weights), device=weights.device) < new)[:, None, None]
 
     def evaluation_loop(
         self, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
@@ -300,7 +322,7 @@ class DSparkTrainer(Trainer):
         output_dir = output_dir or self.args.output_dir
         if (Path(output_dir) / "adapter_config.json").exists():
             return  # An adapter keeps the training dtype, as PEFT writes it.
-        saved = Drafter.from_pretrained(output_dir, dtype=getattr(torch, self.args.save_dtype))
+        saved = Drafter.from_pretrained(output_dir, dtype=floating_dtype(self.args.save_dtype, "save_dtype"))
         saved.save_pretrained(output_dir)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -371,6 +393,9 @@ def training_masks(config, anchors: Anchors, attention_mask: torch.Tensor) -> di
 def tokenized(dataset: Any, tokenizer: Any, max_length: int | None, target: PreTrainedModel) -> Any:
     """Conversations become tokens; rows that are tokens already stay as they are."""
     if dataset is None or not hasattr(dataset, "__len__") or isinstance(dataset, dict) or not len(dataset):
+        return dataset
+    if isinstance(dataset, CachedFeatureDataset):
+        dataset.check_target(target)
         return dataset
     first = dataset[0]
     if "input_ids" in first and "loss_mask" in first:
