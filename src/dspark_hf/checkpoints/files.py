@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, is_offline_mode
 from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -108,6 +109,11 @@ def read_config(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
         ValueError: when its architectures, by which formats are told apart, are no names.
     """
     config = read_json(path, CONFIG_NAME, hub)
+    if not config and read_json(path, ADAPTER_CONFIG_NAME, hub):
+        raise OSError(
+            f"{path} is an adapter of a drafter: load the drafter, and the adapter onto it with "
+            f"peft.PeftModel.from_pretrained(drafter, {str(path)!r})."
+        )
     if not config:
         raise OSError(f"{path} has no {CONFIG_NAME}, so it is not a drafter checkpoint.")
     architectures = config.get("architectures") or []

@@ -59,8 +59,11 @@ def regenerate(
     slots: Annotated[int, typer.Option(min=1, help="Rows of a decoding pass, or requests to a server at once.")] = 128,
     save_token_ids: Annotated[
         bool,
-        typer.Option("--save-token-ids", help="Also write the tokens as they were drawn; training then uses them."),
-    ] = False,
+        typer.Option(
+            "--save-token-ids/--no-save-token-ids",
+            help="Write the tokens as they were drawn beside the text; training then uses them. Servers return no tokens.",
+        ),
+    ] = True,
     server: Annotated[
         str | None,
         typer.Option(

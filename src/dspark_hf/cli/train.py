@@ -39,9 +39,10 @@ def train(context: typer.Context) -> None:
         return
     folder = command.arguments.output_dir
     summary_of(run, command, context.args).save(folder)
-    if command.options.lora_rank is None:
-        write_card(run.trainer.model, folder)
-    typer.echo(closing_line(run, folder))
+    model, is_adapter = run.trainer.model, command.options.lora_rank is not None
+    adapts = (command.options.drafter or "its drafter") if is_adapter else None
+    write_card(model.get_base_model() if is_adapter else model, folder, adapts=adapts)
+    typer.echo(closing_line(run, folder, "adapter" if is_adapter else "drafter"))
 
 
 def summary_of(run: TrainingRun, command: TrainCommand, arguments: list[str]) -> TrainingSummary:
@@ -82,10 +83,10 @@ def data_in_words(run: TrainingRun) -> str:
     return "; ".join(parts)
 
 
-def closing_line(run: TrainingRun, folder: Any) -> str:
-    """Where the drafter is and what it came to."""
+def closing_line(run: TrainingRun, folder: Any, what: str) -> str:
+    """Where the drafter or adapter is and what it came to."""
     metrics = run.metrics
-    line = f"The drafter is in {folder}."
+    line = f"The {what} is in {folder}."
     if "eval_acceptance_length" in metrics:
         line += f" Held out: {metrics['eval_acceptance_length']:.2f} tokens a target pass"
         if "eval_confidence_ece" in metrics:

@@ -26,6 +26,8 @@ CARD_FILE, BENCHMARK_FILE, CURVE_FILE = "README.md", "results.json", "throughput
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 MOST_CURVE_POINTS = 12
 
+_BLANK = "# Model Card for Model ID"  # PEFT's, with nothing filled in.
+
 # At the end of a card that may be made anew: it holds the digest of what is above it.
 _MARK = re.compile(r"\n<!-- Made by dspark-hf, and made anew at a push unless it was changed. (\w+) -->\n\Z")
 
@@ -34,6 +36,7 @@ def build_card(
     drafter: Drafter,
     folder: str | PathLike[str],
     *,
+    adapts: str | None = None,
     repo_id: str | None = None,
     base_model: str | None = None,
     license: str | None = None,
@@ -48,6 +51,7 @@ def build_card(
     Args:
         drafter: The drafter.
         folder: Where its weights are; `training.json`, `results.json` and `throughput_curve.json` are looked for there.
+        adapts: In the folder is no drafter but a PEFT adapter, for the drafter of this name or folder.
         repo_id: Its name on the Hub, for the snippets; the folder's name by default.
         base_model: The target's name on the Hub; by default the name in the configuration, where that can be one.
         license: The drafter's licence; by default the target's, which the Hub is asked for.
@@ -64,16 +68,17 @@ def build_card(
     benchmark = _read_json(folder / BENCHMARK_FILE, "settings", "environment", "results", "identity")
     curve = _read_json(folder / CURVE_FILE, "token_counts", "pass_s")
     method = method_of(config)
+    listed_under = base_model if adapts is None else adapts if is_hub_name(adapts) else None
     all_tags = [
         "speculative-decoding",
         method.lower().replace("-", ""),
         *(["custom_generate"] if custom_generate else []),
     ]
     data = ModelCardData(
-        base_model=base_model,
-        base_model_relation="adapter" if base_model else None,
+        base_model=listed_under,
+        base_model_relation="adapter" if listed_under else None,
         datasets=(training.datasets if training else None) or None,
-        library_name="dspark-hf",
+        library_name="dspark-hf" if adapts is None else "peft",
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys([*all_tags, *(drafter.model_tags or ()), *tags])),
         **({"license": license} if license else licence_of(base_model, token)),
@@ -85,8 +90,9 @@ def build_card(
         class_name=type(drafter).__name__,
         target=target,
         target_link=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else target,
+        adapts=adapts,
         repo_id=repo_id or folder.name,
-        architecture=_cells(architecture_of(drafter)),
+        architecture=_cells(architecture_of(drafter)) if adapts is None else {},
         training=training,
         training_tables=_training_tables(training),
         figures=figures_of(training, folder),
@@ -121,7 +127,9 @@ def write_card(drafter: Drafter, folder: str | PathLike[str], **kwargs: Any) -> 
 
 
 def is_generated(text: str) -> bool:
-    """Whether a card was made by [`build_card`] and not changed since, down to its metadata."""
+    """Whether a card was made by [`build_card`] and not changed since, down to its metadata, or is PEFT's blank one."""
+    if _BLANK in text:
+        return True
     mark = _MARK.search(text)
     return mark is not None and mark[1] == _digest(text[: mark.start()])
 
