@@ -135,6 +135,7 @@ def train_parser() -> argparse.ArgumentParser:
     parser = HfArgumentParser(
         (TrainOptions, DrafterOptions, DSparkTrainingArguments),
         prog="dspark-hf train",
+        usage="dspark-hf train --target TARGET --data DATA [DATA ...] --output_dir FOLDER [options]",  # Not all 170.
         description="Train a drafter on the target's own responses, or fine-tune one. Stopped, the same command goes on.",
         formatter_class=argparse.HelpFormatter,
         allow_abbrev=False,
