@@ -1,75 +1,42 @@
 """From conversations to tokens and the mask of what the drafter is to learn.
 
 A row is `{"messages": [...]}`, or `{"prompt": ..., "response": ...}`, or `messages` with the last `response` beside
-them. What is learned is what the target generated: the assistant's words and the token that ends its turn, in every
-turn, and nothing of the template around them. One policy for all lengths: no row is left out for being short.
+them. What is learned is what the target generated: its words and the token that ends its turn, in every turn, and
+nothing of the template around them. One policy for all lengths: no row is left out for being short.
 
-Two things decide whether a drafter learns what it will meet:
-
-- each turn is tokenized on its own, as in generation, where the prompt is tokenized before the response exists; the
-  tokens at the seam are then the same;
-- `"finished": False` says that a length limit cut the last response, so no end of turn follows it.
+A drafter shall learn what it will meet, so every turn is written as generation writes it: the prompt is rendered with
+the generation prompt and tokenized whole, and the response follows it, token by token. Where the next turn's prompt
+begins with just these tokens, both turns share a row. Many templates rewrite earlier turns (they drop the thoughts, say);
+the turn then keeps a row of its own, in the context that the target saw. So a conversation is one row or several, and
+every turn is learned once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import dropwhile, takewhile
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
+
+from .regeneration import as_message
 
 logger = logging.get_logger(__name__)
 
 Encoded = dict[str, list]
-Segment = tuple[str | list[int], bool]  # Text or token ids, and whether they are learned.
 
-
-def encode_row(
-    row: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
-    eos_token_ids: Iterable[int] | None = None,
-    **template_options: Any,
-) -> Encoded:
-    """
-    One conversation.
-
-    Args:
-        row: As in the module's description. `response_ids`, where given, are the last response's tokens as they were
-            drawn (end-of-turn token included), and are used instead of its text.
-        tokenizer: With a chat template; without one, `prompt` and `response` are joined as plain text.
-        max_length: Rows are cut here; what then follows the last learned token is dropped, so that no half template
-            is left at the end.
-        eos_token_ids: Tokens that end a turn; the tokenizer's by default. What the template writes behind one is not
-            learned: the target stops there.
-        template_options: For the chat template, such as `enable_thinking=False`.
-
-    Returns:
-        `{"input_ids": [...], "loss_mask": [...]}`.
-
-    Raises:
-        ValueError: when the row holds no conversation.
-    """
-    ends = {tokenizer.eos_token_id} if eos_token_ids is None else set(eos_token_ids)
-    messages = row_messages(row)
-    if tokenizer.chat_template is None:
-        segments = _plain_segments(messages, row, tokenizer)
-    elif _marks_generation(tokenizer) and row.get("response_ids") is None and row.get("finished", True):
-        encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **template_options
-        )
-        ids, mask = list(encoded["input_ids"]), [bool(m) for m in encoded["assistant_masks"]]
-        return _cut(ids, _up_to_end(ids, mask, ends), max_length)
-    else:
-        segments = _template_segments(messages, row, tokenizer, template_options)
-
-    ids, mask = [], []
-    for text, learned in segments:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else list(text)
-        ids += tokens
-        mask += _up_to_end(tokens, [learned] * len(tokens), ends)
-    return _cut(ids, mask, max_length)
+_OF_RESPONSE = ("response_ids", "finished")  # Fields of a row about its response, not for the template.
+_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # A template writes these as well.
+_MARK = "\ue000response\ue001"  # Stands for a response, to see what the template puts around it.
+_UNKNOWN = (
+    "Responses with tool calls or reasoning beside their content are not learned where the chat template writes them "
+    "otherwise than behind its generation prompt: what the target wrote is then unknown. Give it in 'content', or as "
+    "'response_ids'."
+)
 
 
 def encode_rows(
@@ -79,105 +46,187 @@ def encode_rows(
     eos_token_ids: Iterable[int] | None = None,
     **template_options: Any,
 ) -> list[Encoded]:
-    """All rows in which something is left to learn; says how many are not. Arguments as in [`encode_row`]."""
-    eos_token_ids = None if eos_token_ids is None else list(eos_token_ids)
-    encoded = [encode_row(row, tokenizer, max_length, eos_token_ids, **template_options) for row in rows]
-    kept = [row for row in encoded if sum(row["loss_mask"]) >= 2]  # A block needs an anchor and a label.
-    if len(kept) < len(encoded):
+    """
+    All rows in which something is left to learn; says how many conversations have none.
+
+    Args:
+        rows: Conversations, as in the module's description. `response_ids`, where given, are the last response's tokens
+            as they were drawn (end-of-turn token included), and are used instead of its text. `"finished": False` says
+            that a length limit cut the last response, so no end of turn follows it. An earlier turn's message may have
+            both as well.
+        tokenizer: With a chat template; without one, `prompt` and `response` are joined as plain text.
+        max_length: Rows are cut here; what then follows the last learned token is dropped, so that no half template
+            is left at the end.
+        eos_token_ids: Tokens that end a turn; the tokenizer's by default. Nothing behind one is learned: the target
+            stops there.
+        template_options: For the chat template, such as `enable_thinking=False`: those that the responses were made with.
+
+    Returns:
+        Rows `{"input_ids": [...], "loss_mask": [...]}`: one a conversation, or several where the template rewrites turns.
+
+    Raises:
+        ValueError: when a row holds no conversation, or one that the template cannot write.
+    """
+    ends = [tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids
+    writer = _Writer(tokenizer, [token for token in ends if token is not None], template_options)
+    encoded = [[_cut(ids, mask, max_length) for ids, mask in writer.rows(row_messages(row))] for row in rows]
+    # A block needs an anchor and a label.
+    kept = [[part for part in parts if sum(part["loss_mask"]) >= 2] for parts in encoded]
+    if left_out := sum(not parts for parts in kept):
         logger.warning(
-            f"{len(encoded) - len(kept)} of {len(encoded)} rows have no two response tokens"
+            f"{left_out} of {len(kept)} rows have no two response tokens"
             f"{'' if max_length is None else f' within {max_length} tokens'} and were left out."
         )
-    return kept
+    return [part for parts in kept for part in parts]
 
 
-def row_messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The conversation of a row, with the response it ends in."""
+def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversation of a row, with the response it ends in; every `content` is text."""
     if row.get("messages"):
-        messages = [dict(message) for message in row["messages"]]
+        messages = [_with_text(as_message(message)) for message in row["messages"]]
     elif row.get("prompt"):
         messages = [{"role": "user", "content": row["prompt"]}]
     else:
         raise ValueError(f"A row has the fields {sorted(row)}; give 'messages', or 'prompt' and 'response'.")
     if row.get("response") is not None:
         messages.append({"role": "assistant", "content": row["response"]})
+    if messages[-1]["role"] == "assistant":
+        messages[-1] |= {name: row[name] for name in _OF_RESPONSE if row.get(name) is not None}
     return messages
 
 
-def _plain_segments(messages: list[dict], row: Mapping[str, Any], tokenizer) -> list[Segment]:
-    if [message["role"] for message in messages] not in (["user", "assistant"], ["user"]):
-        raise ValueError(
-            "The tokenizer has no chat template, so only rows with 'prompt' and 'response' can be encoded."
-        )
-    prompt = tokenizer(messages[0]["content"])["input_ids"]
-    if prompt and prompt[-1] == tokenizer.eos_token_id:
-        prompt = prompt[:-1]  # Some tokenizers end every text with it.
-    segments: list[Segment] = [(prompt, False)]
-    if row.get("response_ids") is not None:
-        return [*segments, (row["response_ids"], True)]
-    if len(messages) > 1:
-        segments.append((messages[1]["content"], True))
-        if row.get("finished", True) and tokenizer.eos_token_id is not None:
-            segments.append(([tokenizer.eos_token_id], True))
-    return segments
+def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content may be a list of parts, as some data sets have it: texts are joined."""
+    if "role" not in message:
+        raise ValueError(f"A message has the fields {sorted(message)}; give each message 'role' and 'content'.")
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        kinds = sorted({part.get("type", "text") for part in content} - {"text"})
+        if kinds:
+            raise ValueError(
+                f"A message of the {message['role']} holds {', '.join(kinds)}, but drafters are trained on text alone: "
+                "leave such rows out."
+            )
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
 
 
-def _template_segments(messages: list[dict], row: Mapping[str, Any], tokenizer, options: dict) -> list[Segment]:
-    """Cuts the rendered conversation where the template starts and ends each assistant turn."""
+@dataclass
+class _Writer:
+    """
+    Writes turns as generation does.
 
-    def render(upto: int, prompt: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=prompt, **options)
+    Args:
+        tokenizer: Without a chat template, the response follows the prompt as plain text.
+        ends: Tokens that end a turn.
+        options: For the chat template.
+    """
 
-    last = len(messages) - 1
-    segments: list[Segment] = []
-    text = ""  # What the segments so far say.
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        opening, closed = render(turn, prompt=True), render(turn + 1, prompt=False)
-        content = message["content"]
-        cut = turn == last and not row.get("finished", True)
-        given_ids = row.get("response_ids") if turn == last else None
-        if not opening.startswith(text):
-            # The template rewrites earlier turns (it drops their thoughts, say): they are context now, not to learn.
-            segments, text = [], ""
-        segments.append((opening[len(text) :], False))
-        text = opening
-        if given_ids is not None:
-            segments.append((given_ids, True))
-        elif cut:
-            segments.append((content, True))
-        elif closed.startswith(opening):
-            segments.append((closed[len(opening) :], True))
-            text = closed
-        else:
-            # The template writes a finished turn differently from one being generated: close it by hand.
-            segments += [(content, True), ([tokenizer.eos_token_id], True)]
-            text = opening + content
-    if not segments and messages:
-        segments.append((render(len(messages), prompt=False), False))
-    return segments
+    tokenizer: PreTrainedTokenizerBase
+    ends: list[int]
+    options: dict[str, Any]
+
+    @cached_property
+    def special(self) -> set[int]:
+        """Tokens that no text is made of."""
+        return {*self.ends, *self.tokenizer.added_tokens_decoder}
+
+    def rows(self, messages: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+        """Tokens and mask of a conversation, in as few rows as show every turn as it was generated."""
+        roles = [message["role"] for message in messages]
+        if self.tokenizer.chat_template is None and roles not in (["user", "assistant"], ["user"]):
+            raise ValueError(
+                f"The tokenizer has no chat template, so it cannot write a conversation of {', '.join(roles)}. Give rows "
+                "with 'prompt' and 'response', or set tokenizer.chat_template."
+            )
+        rows: list[tuple[list[int], list[int]]] = []
+        for i, message in enumerate(messages):
+            if i == 0 or message["role"] != "assistant":  # What was said before any question is context.
+                continue
+            prompt, response = self.turn(messages[:i], message)
+            if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
+                rows.append(([], []))
+            ids, mask = rows[-1]
+            mask += [0] * (len(prompt) - len(ids)) + [1] * len(response)
+            ids += prompt[len(ids) :] + response
+        return rows
+
+    def turn(self, before: list[dict[str, Any]], message: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """The tokens of the prompt that `before` makes, and those of the response in `message`."""
+        opening = self.render(before, prompt=True)
+        prompt = self.tokens(opening)
+        response = message.get("response_ids")
+        if response is None:
+            response = self.response(before, message, opening, prompt)
+        stop = next((i for i, token in enumerate(response, start=1) if token in self.ends), None)
+        return prompt, list(response[:stop])
+
+    def response(self, before: list, message: dict[str, Any], opening: str, prompt: list[int]) -> list[int]:
+        """Its own words, and what ends its turn where no limit cut it."""
+        head, _, closing = self.render([*before, {"role": "assistant", "content": _MARK}]).partition(_MARK)
+        lead = head[len(opening) :] if head.startswith(opening) else ""
+        text = message["content"]
+        if any(message.get(name) for name in _BESIDE_CONTENT):
+            written = self.render([*before, message])
+            if not written.startswith(opening):
+                logger.warning_once(_UNKNOWN)
+                return []
+            text = written[len(opening) :].removeprefix(lead).removesuffix(closing)
+        end = self.end(closing) if message.get("finished") in (None, True) else []
+        return self.words(opening, prompt, lead, text) + end
+
+    def words(self, opening: str, prompt: list[int], lead: str, text: str) -> list[int]:
+        """
+        What the template puts before a response is the target's own only where decoding loses it, so that no text
+        could hold it: the space before a first word in SentencePiece, or a special token.
+        """
+        if lead and text:
+            ids = self.behind(opening, prompt, lead + text)
+            if self.tokenizer.decode(ids, skip_special_tokens=True) == text:
+                return ids
+        return self.behind(opening, prompt, text)
+
+    def behind(self, opening: str, prompt: list[int], text: str) -> list[int]:
+        """
+        The tail of opening and text tokenized together, since some tokenizers begin every text with a space. Where a
+        token would span the seam, which is never drawn, the text is tokenized alone.
+        """
+        whole = self.tokens(opening + text)
+        return whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.part(text)
+
+    def end(self, closing: str) -> list[int]:
+        """The first special tokens that the template writes behind a response, or else a known end."""
+        from_first = dropwhile(lambda token: token not in self.special, self.part(closing))
+        return list(takewhile(self.special.__contains__, from_first)) or self.ends[:1]
+
+    def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        if self.tokenizer.chat_template is None:
+            return "".join(message["content"] for message in messages)
+        messages = [{name: m[name] for name in m if name not in _OF_RESPONSE} for m in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt, **self.options
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"The chat template refuses a conversation of {', '.join(m['role'] for m in messages)}: {error}. Bring such "
+                "rows into the form it takes, or leave them out."
+            ) from error
+
+    def tokens(self, text: str) -> list[int]:
+        """Of a text from its very beginning, where a template writes the special tokens itself."""
+        if self.tokenizer.chat_template is not None:
+            return self.part(text)
+        ids = self.tokenizer(text)["input_ids"]
+        return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids  # Some tokenizers end every text with it.
+
+    def part(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _marks_generation(tokenizer) -> bool:
-    template = tokenizer.chat_template
-    return isinstance(template, str) and "{% generation" in template.replace("{%-", "{%")
-
-
-def _up_to_end(ids: list[int], mask: list[bool], ends: set) -> list[bool]:
-    """In every learned run of tokens, only those up to the first that ends a turn are kept."""
-    kept, ended = [], False
-    for token, learned in zip(ids, mask, strict=True):
-        if not learned:
-            ended = False
-        kept.append(learned and not ended)
-        ended = ended or (learned and token in ends)
-    return kept
-
-
-def _cut(ids: list[int], mask: list[bool], max_length: int | None) -> Encoded:
+def _cut(ids: list[int], mask: list[int], max_length: int | None) -> Encoded:
     if max_length is not None and len(ids) > max_length:
         ids, mask = ids[:max_length], mask[:max_length]
         while mask and not mask[-1]:
             ids, mask = ids[:-1], mask[:-1]
-    return {"input_ids": ids, "loss_mask": [int(m) for m in mask]}
+    return {"input_ids": ids, "loss_mask": mask}
