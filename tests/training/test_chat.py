@@ -4,6 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dspark_hf.training import chat
 from dspark_hf.training.chat import encode_rows
 from dspark_hf.training.regeneration import RegenerationSettings, Regenerator
 
@@ -235,11 +236,20 @@ def test_what_tools_say_is_context_and_calls_are_learned():
     calls = {"role": "assistant", "content": None, "tool_calls": ["g h"]}
     messages = [TWO_TURNS[1], calls, {"role": "tool", "content": "d"}]
     assert learned(tokenizer, encode({"messages": messages, "response": "e"}, tokenizer)) == "g h <e> | e <e>"
+    # A call may end otherwise than words do.
+    tokenizer.chat_template = CALLING.replace("'<e> \\n'", "('<s>' if m.tool_calls else '<e> \\n')")
+    assert learned(tokenizer, encode({"messages": messages, "response": "e"}, tokenizer)) == "g h <s> | e <e>"
 
 
-def test_calls_that_the_template_does_not_show_as_written_are_not_learned_and_said(caplog):
-    tokenizer = make_tokenizer(CALLING.replace("'<s>' +", "('f ' if m.tool_calls else '') + '<s>' +"))
-    messages = [TWO_TURNS[1], {"role": "assistant", "content": "b", "tool_calls": ["g h"]}, TWO_TURNS[3]]
+@pytest.mark.parametrize(
+    "template",
+    [CHATML, CALLING.replace("'<s>' +", "('f ' if m.tool_calls else '') + '<s>' +")],
+    ids=["not_shown", "not_behind_the_generation_prompt"],
+)
+def test_calls_that_the_template_does_not_show_as_written_are_not_learned_and_said(template, caplog):
+    chat.logger.warning_once.cache_clear()
+    tokenizer = make_tokenizer(template)
+    messages = [TWO_TURNS[1], {"role": "assistant", "content": "", "tool_calls": ["g h"]}, TWO_TURNS[3]]
     assert learned(tokenizer, encode({"messages": messages, "response": "e f"}, tokenizer)) == "e f <e>"
     assert "tool calls or reasoning" in caplog.text
 
@@ -276,4 +286,7 @@ def test_a_conversation_that_cannot_be_read_is_refused(tokenizer):
         encode_rows([{"messages": [{"text": "a"}]}], tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
     with pytest.raises(ValueError, match=r"refuses a conversation of system, user: no system messages\. Bring"):
+        encode_rows([{"messages": TWO_TURNS}], tokenizer)
+    tokenizer.chat_template = CHATML.replace("m['content']", "m['content'][0]['text'] | string")
+    with pytest.raises(ValueError, match="without its text"):
         encode_rows([{"messages": TWO_TURNS}], tokenizer)

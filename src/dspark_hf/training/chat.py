@@ -33,9 +33,8 @@ _OF_RESPONSE = ("response_ids", "finished")  # Fields of a row about its respons
 _BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # A template writes these as well.
 _MARK = "\ue000response\ue001"  # Stands for a response, to see what the template puts around it.
 _UNKNOWN = (
-    "Responses with tool calls or reasoning beside their content are not learned where the chat template writes them "
-    "otherwise than behind its generation prompt: what the target wrote is then unknown. Give it in 'content', or as "
-    "'response_ids'."
+    "Responses with tool calls or reasoning beside their content are not learned where the chat template does not write "
+    "them behind its generation prompt: what the target wrote is then unknown. Give it in 'content', or as 'response_ids'."
 )
 
 
@@ -163,17 +162,25 @@ class _Writer:
 
     def response(self, before: list, message: dict[str, Any], opening: str, prompt: list[int]) -> list[int]:
         """Its own words, and what ends its turn where no limit cut it."""
-        head, _, closing = self.render([*before, {"role": "assistant", "content": _MARK}]).partition(_MARK)
+        head, found, closing = self.render([*before, {"role": "assistant", "content": _MARK}]).partition(_MARK)
+        if not found:
+            raise ValueError(
+                "The chat template writes an assistant's message without its text, so nothing can be learned. Give one that "
+                "takes texts as 'content' (chat_template=...)."
+            )
         lead = head[len(opening) :] if head.startswith(opening) else ""
-        text = message["content"]
+        text, finished = message["content"], message.get("finished") in (None, True)
         if any(message.get(name) for name in _BESIDE_CONTENT):
             written = self.render([*before, message])
-            if not written.startswith(opening):
+            shown = written[len(opening) :].removeprefix(lead) if written.startswith(opening) else ""
+            text, finished = (
+                shown.removesuffix(closing),
+                finished and shown.endswith(closing),
+            )  # Or it ends in its own way.
+            if not text:
                 logger.warning_once(_UNKNOWN)
                 return []
-            text = written[len(opening) :].removeprefix(lead).removesuffix(closing)
-        end = self.end(closing) if message.get("finished") in (None, True) else []
-        return self.words(opening, prompt, lead, text) + end
+        return self.words(opening, prompt, lead, text) + (self.end(closing) if finished else [])
 
     def words(self, opening: str, prompt: list[int], lead: str, text: str) -> list[int]:
         """
@@ -207,7 +214,7 @@ class _Writer:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=prompt, **self.options
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(
                 f"The chat template refuses a conversation of {', '.join(m['role'] for m in messages)}: {error}. Bring such "
                 "rows into the form it takes, or leave them out."
