@@ -6,8 +6,10 @@ import http.server
 import json
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,9 +32,11 @@ from dspark_hf.training.fast_decoding import (
     unsupported_reason,
 )
 from dspark_hf.training.regeneration import (
+    Conversation,
     PlainDecoder,
     RegenerationSettings,
     Regenerator,
+    ResponseWriter,
     ResumableLines,
     as_conversation,
     read_prompts,
@@ -95,6 +99,27 @@ def word_rows(count: int) -> list[dict[str, Any]]:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows_by_id(path: Path) -> list[dict[str, Any]]:
+    return sorted(read_rows(path), key=lambda row: row["id"])
+
+
+class Echo(ResponseWriter):
+    """Answers every prompt by its own last message, for what has to do with the file alone."""
+
+    def __init__(self, **origin: Any) -> None:
+        self.settings = origin
+
+    def origin(self) -> dict[str, Any]:
+        return self.settings
+
+    def answer(self, conversations: list[Conversation]) -> Iterator[tuple[dict[str, Any] | None, int]]:
+        for conversation in conversations:
+            conversation.add(conversation.messages[-1]["content"], finished=True)
+            while conversation.next_turn():
+                conversation.add(conversation.messages[-1]["content"], finished=True)
+            yield conversation.output_row(), 1
 
 
 # ---------------------------------------------------------------------------------------------------- fast decoding
@@ -308,7 +333,7 @@ def test_sampling_refuses_what_it_cannot_mean(wrong: dict[str, float]) -> None:
 
 def test_rows_hold_the_targets_own_response(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
     rows, output = word_rows(9), tmp_path / "out.jsonl"
-    settings = RegenerationSettings(do_sample=False, max_new_tokens=8, slots=4, save_token_ids=True)
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=8, slots=4)
     assert Regenerator(target, tokenizer, settings).run(rows, output, progress=False) == 9
     written = read_rows(output)
     assert sorted(row["id"] for row in written) == list(range(9))
@@ -322,14 +347,14 @@ def test_rows_hold_the_targets_own_response(target: PreTrainedModel, tokenizer: 
         assert row["response"] == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def killing_append(after: int) -> Callable[[ResumableLines, dict[str, Any]], None]:
+def killing_append(after: int) -> Callable[[ResumableLines, dict[str, Any]], bool]:
     """`ResumableLines.append` that stops the run once `after` rows are written."""
     append, count = ResumableLines.append, iter(range(after))
 
-    def append_or_stop(self: ResumableLines, row: dict[str, Any]) -> None:
+    def append_or_stop(self: ResumableLines, row: dict[str, Any]) -> bool:
         if next(count, None) is None:
             raise KeyboardInterrupt
-        append(self, row)
+        return append(self, row)
 
     return append_or_stop
 
@@ -364,8 +389,7 @@ def test_a_killed_run_loses_and_doubles_nothing(
         file.write(torn)
     assert regenerator.run(rows, output, progress=False) == 9
     assert regenerator.run(rows, output, progress=False) == 0
-    by_id = lambda path: sorted(read_rows(path), key=lambda row: row["id"])  # noqa: E731
-    assert by_id(output) == by_id(tmp_path / "whole.jsonl")
+    assert rows_by_id(output) == rows_by_id(tmp_path / "whole.jsonl")
 
 
 def test_start_and_max_prompts_choose_prompts_by_index(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
@@ -377,27 +401,71 @@ def test_start_and_max_prompts_choose_prompts_by_index(target: PreTrainedModel, 
     assert Counter(row["id"] for row in read_rows(output)) == Counter(range(10))
 
 
-def test_other_prompts_and_other_settings_are_refused(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
-    output, rows = tmp_path / "out.jsonl", word_rows(4)
-    Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=3)).run(
-        rows, output, progress=False
-    )
+ASKED = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"turns": ["c", "d"]}]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prompt": "z"},
+        {"messages": [{"role": "user", "content": "z"}]},
+        {"messages": [{"role": "system", "content": "z"}, {"role": "user", "content": "b"}]},
+        {"turns": ["z", "d"]},
+        {"turns": ["c", "z"]},
+        {"turns": ["c"]},
+    ],
+)
+def test_an_output_is_not_continued_with_other_prompts(tmp_path: Path, other: dict[str, Any]) -> None:
+    output, name = tmp_path / "out.jsonl", next(iter(other))
+    Echo().run(ASKED, output, progress=False)
+    assert Echo().run(ASKED, output, progress=False) == 0
     with pytest.raises(ValueError, match="another prompt"):
-        Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=3)).run(
-            rows[::-1], output, progress=False
-        )
-    with pytest.raises(ValueError, match="do_sample was False, now True"):
-        Regenerator(target, tokenizer, RegenerationSettings(temperature=0.5, max_new_tokens=3)).run(
-            rows, output, progress=False
-        )
+        Echo().run([other if name in row else row for row in ASKED], output, progress=False)
 
 
-def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
-    output = tmp_path / "notes.txt"
-    output.write_text("not JSON\nmore of it\n")
-    with pytest.raises(ValueError, match="Line 1"):
+@pytest.mark.parametrize(
+    ("now", "told"), [({"top_p": 0.5}, "top_p was None, now 0.5"), ({}, "temperature was 0.2, now None")]
+)
+def test_an_output_is_not_continued_with_other_settings(tmp_path: Path, now: dict[str, Any], told: str) -> None:
+    Echo(temperature=0.2).run(ASKED, tmp_path / "out.jsonl", progress=False)
+    with pytest.raises(ValueError, match=told):
+        Echo(**now).run(ASKED, tmp_path / "out.jsonl", progress=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not JSON\nmore of it\n",
+        "one long line",
+        '{"precious": 1}',
+        '{"prompt": "x"}\n{"prompt": "y"}',
+        '{"id": 0, "text": "x"}\n{"id": 1, "text": "y"}',
+    ],
+)
+def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> None:
+    output = tmp_path / "mine"
+    output.write_text(text)
+    with pytest.raises(ValueError, match="was not begun here"):
         ResumableLines(output, {})
-    assert output.read_text() == "not JSON\nmore of it\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert output.read_text() == text
+
+
+@pytest.mark.parametrize(("text", "told"), [("no\nmore\n", "Line 1"), ('{"x": 1}\n{"id"', "rows without 'id'")])
+def test_a_file_that_was_replaced_is_not_touched(tmp_path: Path, text: str, told: str) -> None:
+    output = tmp_path / "out.jsonl"
+    ResumableLines(output, {}).close()
+    output.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        ResumableLines(output, {})
+    assert output.read_text() == text
+
+
+def test_a_file_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with ResumableLines(output, {}), pytest.raises(ValueError, match="Another process writes"):
+        ResumableLines(output, {})
+    ResumableLines(output, {}).close()
 
 
 def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
@@ -413,6 +481,43 @@ def test_a_row_without_a_prompt_names_its_fields(target: PreTrainedModel, tokeni
         Regenerator(target, tokenizer).run([{"prompt": "w5"}, {"text": "w6"}], tmp_path / "out.jsonl", progress=False)
 
 
+PICKY_TEMPLATE = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + TEMPLATE
+
+
+def test_rows_that_cannot_be_answered_are_left_out_and_named(
+    target: PreTrainedModel, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    user, assistant = {"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}
+    rows = [
+        {"messages": [assistant, user]},
+        {"messages": [{"role": "system", "content": "w9"}, user]},
+        {"messages": [{"content": "w9"}]},
+        {"prompt": "w7 \ud83d"},
+        {"prompt": ""},
+        {"messages": [assistant]},
+        {"prompt": "w7"},
+        {"prompt": "w8", "source": "\ud83d"},
+    ]
+    picky = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<end>", chat_template=PICKY_TEMPLATE
+    )
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=3)
+    with caplog.at_level(logging.WARNING, regeneration.__name__):
+        assert Regenerator(target, picky, settings).run(rows, tmp_path / "out.jsonl", progress=False) == 1
+    assert [row["id"] for row in read_rows(tmp_path / "out.jsonl")] == [6]
+    assert all(f"Prompt {i} is left out" in caplog.text for i in (0, 1, 2, 3, 4, 5, 7))
+    assert "begin with the user" in caplog.text
+
+
+def test_a_row_that_cannot_be_answered_does_not_stop_windowed_targets(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "w7 \ud83d"}, {"prompt": "w7"}, {"turns": ["w7", "\ud83d"]}]
+    settings = RegenerationSettings(do_sample=False, max_new_tokens=3)
+    regenerator = Regenerator(tiny.mistral(), tokenizer, settings)
+    regenerator.eos_token_ids = list(range(tiny.VOCAB_SIZE))  # so that turns end
+    assert regenerator.run(rows, tmp_path / "out.jsonl", progress=False) == 2
+    assert regenerator.longest(as_conversation(2, rows[2])) == 4 + 3
+
+
 # ------------------------------------------------------------------------------------------------------ conversations
 
 
@@ -420,20 +525,65 @@ def test_turns_run_one_by_one_with_the_targets_own_responses(
     target: PreTrainedModel, tokenizer: Any, tmp_path: Path
 ) -> None:
     rows = [{"turns": ["w7 w8", "w9", "w10 w11 w12"]}, {"prompt": "w20"}, {"turns": ["w30"]}]
-    settings = RegenerationSettings(do_sample=False, max_new_tokens=5, slots=2)
-    Regenerator(target, tokenizer, settings).run(rows, tmp_path / "out.jsonl", progress=False)
+    regenerator = Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=5, slots=2))
+    regenerator.eos_token_ids = list(range(0, tiny.VOCAB_SIZE, 2))  # so that turns end
+    regenerator.run(rows, tmp_path / "out.jsonl", progress=False)
     written = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
-    text, said = "", []
+    text, said, drawn = "", [], []
     for turn in rows[0]["turns"]:
         text += f"<user> {turn} <end> <assistant> "
-        new = greedy_by_generate(target, tokenizer(text)["input_ids"], 5, [END_ID])
-        said.append(tokenizer.decode(new, skip_special_tokens=True))
+        drawn.append(greedy_by_generate(target, tokenizer(text)["input_ids"], 5, regenerator.eos_token_ids))
+        said.append(tokenizer.decode(drawn[-1][:-1], skip_special_tokens=True))
         text += f"{said[-1]} <end> "
-    assert [m["role"] for m in written[0]["messages"]] == ["user", "assistant"] * 2 + ["user"]
-    assert [m["content"] for m in written[0]["messages"]][1::2] == said[:-1]
-    assert written[0]["response"] == said[-1]
+    messages = written[0]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2 + ["user"]
+    assert [m["content"] for m in messages[1::2]] == said[:-1]
+    assert [m["response_ids"] for m in messages[1::2]] == drawn[:-1]
+    assert (written[0]["response"], written[0]["response_ids"]) == (said[-1], drawn[-1])
+    assert written[0]["finished"]
     assert written[1]["prompt"] == "w20"
     assert written[2]["messages"] == [{"role": "user", "content": "w30"}]
+
+
+def test_no_turn_follows_a_response_that_was_cut(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:
+    rows, output = [{"turns": ["w7 w8", "w9"]}], tmp_path / "out.jsonl"
+    regenerator = Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, max_new_tokens=1))
+    regenerator.eos_token_ids = []
+    regenerator.run(rows, output, progress=False)
+    (row,) = read_rows(output)
+    assert [message["content"] for message in row["messages"]] == ["w7 w8"]
+    assert not row["finished"]
+    assert regenerator.run(rows, output, progress=False) == 0
+
+
+def test_a_conversation_ends_where_the_context_has_no_room_for_its_next_turn(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny.llama(max_position_embeddings=16)
+    regenerator = Regenerator(target, tokenizer, RegenerationSettings(do_sample=False))
+    regenerator.eos_token_ids = list(range(tiny.VOCAB_SIZE))
+    with caplog.at_level(logging.WARNING, regeneration.__name__):
+        regenerator.run([{"turns": ["w7", "w8 " * 20]}], tmp_path / "out.jsonl", progress=False)
+    (row,) = read_rows(tmp_path / "out.jsonl")
+    assert [message["content"] for message in row["messages"]] == ["w7"]
+    assert row["finished"]
+    assert "ends after 1 of its turns" in caplog.text
+
+
+def test_tokens_are_kept_as_drawn_unless_told_otherwise(
+    target: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    ids = {}
+    for saved in (True, False):
+        settings = RegenerationSettings(temperature=50.0, top_k=0, max_new_tokens=30, save_token_ids=saved)
+        regenerator = Regenerator(target, tokenizer, settings)
+        regenerator.eos_token_ids = []
+        regenerator.run(word_rows(6), tmp_path / f"{saved}.jsonl", progress=False)
+        ids[saved] = [row.get("response_ids") for row in rows_by_id(tmp_path / f"{saved}.jsonl")]
+    assert ids[False] == [None] * 6
+    texts = [row["response"] for row in rows_by_id(tmp_path / "True.jsonl")]
+    # The text lacks the special tokens that were drawn.
+    assert any(tokenizer(text)["input_ids"] != drawn for text, drawn in zip(texts, ids[True], strict=True))
 
 
 def test_messages_are_the_context_and_their_last_response_is_replaced(
@@ -467,7 +617,7 @@ def test_a_prompt_that_fills_the_context_is_left_out_and_said(
     target = tiny.llama(max_position_embeddings=16)
     rows = [{"prompt": "w7 " * 30}, {"prompt": "w7 " * 9}]
     with caplog.at_level(logging.WARNING, regeneration.__name__):
-        Regenerator(target, tokenizer, RegenerationSettings(do_sample=False, save_token_ids=True)).run(
+        Regenerator(target, tokenizer, RegenerationSettings(do_sample=False)).run(
             rows, tmp_path / "out.jsonl", progress=False
         )
     (row,) = read_rows(tmp_path / "out.jsonl")
@@ -487,6 +637,7 @@ def test_other_targets_run_with_plain_generate_and_say_so_once(
     regenerator = Regenerator(target, tokenizer, settings)
     with caplog.at_level(logging.WARNING, regeneration.__name__):
         regenerator.run(word_rows(3), tmp_path / "a.jsonl", progress=False)
+        regenerator.eos_token_ids = list(range(tiny.VOCAB_SIZE))  # so that turns end
         regenerator.run([{"turns": ["w7", "w8"]}], tmp_path / "b.jsonl", progress=False)
     assert caplog.text.count("plain batched generate") == 1
     assert len(read_rows(tmp_path / "a.jsonl")) == 3
@@ -505,6 +656,24 @@ def test_self_prompts_are_user_turns_written_once(target: PreTrainedModel, token
     rows = read_rows(output)
     assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 5
     assert all(len(row["prompt"]) >= 4 and "<" not in row["prompt"] for row in rows)
+
+
+def test_killed_self_prompting_keeps_the_candidates_that_take_long(
+    target: PreTrainedModel, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RegenerationSettings(temperature=3.0, top_k=0, max_new_tokens=40, slots=64)
+
+    def go_on(name: str) -> int:
+        return self_prompt(target, tokenizer, 40, tmp_path / name, settings, min_chars=4, progress=False)
+
+    go_on("whole.jsonl")
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(ResumableLines, "append", killing_append(after=3))
+            with pytest.raises(KeyboardInterrupt):
+                go_on("killed.jsonl")
+    assert go_on("killed.jsonl") == 31
+    assert rows_by_id(tmp_path / "killed.jsonl") == rows_by_id(tmp_path / "whole.jsonl")
 
 
 def test_self_prompting_stops_when_nothing_new_comes(
@@ -526,40 +695,69 @@ def test_self_prompting_needs_a_chat_template(target: PreTrainedModel, tokenizer
 
 
 class StubServer(http.server.BaseHTTPRequestHandler):
-    """Answers with the words of the last message backwards; "busy" once with 503, "no" with 400; keeps what it got."""
+    """Answers with the words of the last message backwards, and otherwise to what `FAILURES` names; keeps what it got."""
 
     received: ClassVar[list[dict[str, Any]]] = []
-    busy: ClassVar[set[str]] = set()
+    # What is answered to a message's first request (status, text), and whether to the later ones as well.
+    FAILURES: ClassVar[dict[str, tuple[int, str, bool]]] = {
+        "starting": (503, "", False),
+        "waiting": (429, "", False),
+        "page": (200, "<html>", False),
+        "fault": (200, '{"error": "overloaded"}', False),
+        "torn": (200, '{"choices": []}', False),
+        "always": (200, "<html>", True),
+        "no": (400, '{"error": "too long"}', True),
+        "stranger": (401, '{"error": "who are you?"}', True),
+    }
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.received.append(body)
         text = body["messages"][-1]["content"]
-        if text == "busy" and text not in self.busy:
-            self.busy.add(text)
-            return self.reply(503, {})
-        if text == "no":
-            return self.reply(400, {"error": "too long"})
+        status, failure, again = self.FAILURES.get(text, (200, "", False))
+        if text in self.FAILURES and (again or sum(b["messages"] == body["messages"] for b in self.received) == 1):
+            return self.reply(status, failure, missing=100 if text == "torn" else 0)
+        thoughts = {"reasoning_content": "hm"} if text == "think" else {}
         choice = {
-            "message": {"content": " ".join(text.split()[::-1])},
+            "message": {"content": " ".join(text.split()[::-1]), **thoughts},
             "finish_reason": "length" if text == "cut" else "stop",
         }
-        return self.reply(200, {"choices": [choice], "usage": {"completion_tokens": len(text.split())}})
+        return self.reply(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": len(text.split())}}))
 
-    def reply(self, status: int, body: dict[str, Any]) -> None:
+    def reply(self, status: int, text: str, missing: int = 0) -> None:
         self.send_response(status)
+        self.send_header("Content-Length", str(len(text) + missing))
+        if status == 429:
+            self.send_header("Retry-After", "7")
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        self.wfile.write(text.encode())
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
+class Impatient(threading.Event):
+    """Notes what is waited for before a request is sent again, without waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        return self.is_set()
+
+
+def impatient(url: str) -> tuple[ServerRegenerator, list[float | None]]:
+    """One request at a time, and what was waited for."""
+    writer = ServerRegenerator(url, "x", RegenerationSettings(slots=1))
+    writer.stopped = Impatient()
+    return writer, writer.stopped.waits
+
+
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(regeneration_server, "RETRY_AFTER_S", (0.01,))
+def server() -> Iterator[str]:
     StubServer.received.clear()
-    StubServer.busy.clear()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), StubServer) as stub:
         threading.Thread(target=stub.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{stub.server_port}"
@@ -567,25 +765,76 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_server_answers_in_the_targets_place(server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": "a b"}, {"prompt": "busy"}, {"prompt": "no"}, {"prompt": "cut"}, {"turns": ["c d", "e f"]}]
+    rows = [
+        {"prompt": "a b"},
+        {"prompt": "no"},
+        {"prompt": "cut"},
+        {"turns": ["c d", "e f"]},
+        {"turns": ["cut", "g h"]},
+        {"turns": ["i j", "no"]},
+    ]
     settings = RegenerationSettings(temperature=0.6, top_k=0, max_new_tokens=7, enable_thinking=False, slots=3)
     writer = ServerRegenerator(f"{server}/v1/", "some-target", settings)
-    assert writer.run(rows, tmp_path / "out.jsonl", progress=False) == 4
+    assert writer.run(rows, tmp_path / "out.jsonl", progress=False) == 5
     written = {row["id"]: row for row in read_rows(tmp_path / "out.jsonl")}
-    assert [written[i]["response"] for i in (0, 1, 3, 4)] == ["b a", "busy", "cut", "f e"]
-    assert [written[i]["finished"] for i in (0, 1, 3, 4)] == [True, True, False, True]
-    assert [message["content"] for message in written[4]["messages"]] == ["c d", "d c", "e f"]
-    assert "Prompt 2 is left out" in caplog.text
+    assert {i: row["response"] for i, row in written.items()} == {0: "b a", 2: "cut", 3: "f e", 4: "cut", 5: "j i"}
+    assert [i for i, row in sorted(written.items()) if not row["finished"]] == [2, 4]
+    assert [message["content"] for message in written[3]["messages"]] == ["c d", "d c", "e f"]
+    assert "Prompt 1 is left out" in caplog.text
+    assert "Prompt 5 ends after 1 of its turns" in caplog.text
     body = StubServer.received[0]
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_k"]) == ("some-target", 7, 0.6, -1)
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert "top_p" not in body
 
 
-def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(regeneration_server, "RETRY_AFTER_S", ())
+def test_what_a_server_fails_in_is_asked_again(server: str, tmp_path: Path) -> None:
+    words = ["starting", "page", "fault", "torn", "waiting"]
+    writer, waits = impatient(server)
+    assert writer.run([{"prompt": word} for word in words], tmp_path / "out.jsonl", progress=False) == 5
+    assert [row["response"] for row in rows_by_id(tmp_path / "out.jsonl")] == words
+    assert sorted(waits) == [1, 1, 1, 1, 7]  # the last as its Retry-After says
+
+
+def test_a_busy_server_is_waited_for_in_minutes() -> None:
+    assert sum(regeneration_server.BUSY_WAITS_S) > 300
+
+
+def test_a_server_that_never_answers_ends_the_run_clearly(server: str, tmp_path: Path) -> None:
+    writer, waits = impatient(server)
+    with pytest.raises(ConnectionError, match=r"after 4 tries \(its reply is not JSON"):
+        writer.run([{"prompt": "always"}], tmp_path / "out.jsonl", progress=False)
+    assert waits == list(regeneration_server.AWAY_WAITS_S)
+
+
+def test_a_server_that_refuses_everything_ends_the_run_at_once(server: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "stranger"}] * 40
+    with pytest.raises(ValueError, match=r"HTTP 401: .*who are you.*Check the address, the API key"):
+        ServerRegenerator(server, "x", RegenerationSettings(slots=2)).run(rows, tmp_path / "out.jsonl", progress=False)
+    assert len(StubServer.received) < 40
+
+
+def test_thoughts_that_a_server_splits_off_are_not_dropped_silently(server: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="without a reasoning parser"):
+        ServerRegenerator(server, "x").run([{"prompt": "think"}], tmp_path / "out.jsonl", progress=False)
+
+
+@pytest.mark.parametrize(("header", "seconds"), [(None, 0), ("120", 120), ("soon", 0)])
+def test_retry_after_in_seconds(header: str | None, seconds: float) -> None:
+    assert regeneration_server.retry_after_s(header) == seconds
+
+
+@pytest.mark.parametrize(("ahead_s", "seconds"), [(900, 900), (-900, 0)])
+def test_retry_after_as_a_date(ahead_s: float, seconds: float) -> None:
+    date = formatdate(time.time() + ahead_s, usegmt=True)
+    assert regeneration_server.retry_after_s(date) == pytest.approx(seconds, abs=60)
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match=r"No answer from http://127\.0\.0\.1:9/v1"):
-        ServerRegenerator("http://127.0.0.1:9", "x").run([{"prompt": "a"}], tmp_path / "out.jsonl", progress=False)
+        impatient("http://127.0.0.1:9")[0].run([{"prompt": "a"}], tmp_path / "out.jsonl", progress=False)
+    with pytest.raises(ValueError, match="http:// or https:// in front"):
+        ServerRegenerator("127.0.0.1:9", "x")
 
 
 def test_columns_of_data_sets_become_prompts(tmp_path: Path) -> None:
@@ -601,5 +850,5 @@ def test_columns_of_data_sets_become_prompts(tmp_path: Path) -> None:
     found = [as_conversation(i, row) for i, row in enumerate(read_prompts(file, column="question"))]
     assert all(conversation.messages == [{"role": "user", "content": "a"}] for conversation in found)
     assert found[1].turns == ["b"]
-    with pytest.raises(ValueError, match="nothing under 'answer'; its columns are question"):
+    with pytest.raises(ValueError, match="no column 'answer'; its columns are question"):
         list(read_prompts(file, column="answer"))

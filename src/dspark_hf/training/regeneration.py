@@ -6,10 +6,12 @@
     source    copied where the prompt names one
     prompt    or `messages`: what came before the response
     response  the target's text, special tokens left out
-    finished  False where the limit cut a response, which then has no end-of-sequence token
+    finished  False where the limit cut the response, which then has no end-of-sequence token
+    response_ids  the tokens as drawn, which the text may not give back; earlier turns' stand in their messages
 
 A run that is stopped at any point goes on where it was: whole lines are synchronised to disk, a torn last line is dropped,
-and prompts whose id is in the file are left out. `self_prompt` lets an instruct target write the prompts as well.
+and prompts whose id is in the file are not answered again. `self_prompt` lets an instruct target write the prompts as
+well.
 
 The command line is `dspark-hf regenerate`.
 """
@@ -29,6 +31,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from filelock import FileLock, Timeout
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -37,6 +41,7 @@ from .fast_decoding import Completion, Request, Sampling, SlotDecoder, length_li
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 512
+PROMPT_FIELDS = ("turns", "messages", "prompt")
 WINDOW_SLOTS = 8  # prompts are sorted by length within windows of this many times the slots
 # What `generate` can do to the logits and the fast path does not; the value that switches each off.
 OTHER_PROCESSORS = {
@@ -71,7 +76,8 @@ class RegenerationSettings:
         enable_thinking: the chat template's thinking switch; None leaves it to the template.
         seed: every prompt's random numbers follow from this and its id.
         slots: rows of a decoding pass.
-        save_token_ids: also write `response_ids`, the tokens as drawn (end-of-sequence token included).
+        save_token_ids: write `response_ids`, the tokens as drawn (end-of-sequence token included), which are what
+            training then uses. Tokenizing a response's text may give others, or lack special tokens inside it.
     """
 
     max_new_tokens: int | None = None
@@ -82,10 +88,14 @@ class RegenerationSettings:
     enable_thinking: bool | None = None
     seed: int = 0
     slots: int = 128
-    save_token_ids: bool = False
+    save_token_ids: bool = True
 
 
 # ------------------------------------------------------------------------------------------------------------ prompts
+
+
+class Unanswerable(ValueError):
+    """Why one prompt cannot be answered, though others may: it is left out with a warning."""
 
 
 @dataclass
@@ -94,13 +104,31 @@ class Conversation:
 
     id: int
     row: dict[str, Any]
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     turns: list[str] = field(default_factory=list)  # the user's turns still to come
-    finished: list[bool] = field(default_factory=list)  # one a response
+    num_responses: int = 0
+    finished: bool = True  # whether the last response ended by itself
 
-    def add(self, response: str, finished: bool) -> None:
-        self.messages.append({"role": "assistant", "content": response})
-        self.finished.append(finished)
+    def add(self, response: str, finished: bool, response_ids: list[int] | None = None) -> None:
+        ids = {} if response_ids is None else {"response_ids": response_ids}
+        self.messages.append({"role": "assistant", "content": response, **ids})
+        self.num_responses += 1
+        self.finished = finished
+
+    def next_turn(self) -> bool:
+        """Ask the next of the user's turns; False where there is none, or it would follow a response that was cut."""
+        if not self.turns or not self.finished:
+            return False
+        self.messages.append({"role": "user", "content": self.turns.pop(0)})
+        return True
+
+    def give_up(self, reason: object) -> None:
+        """Say why the last of the user's turns gets no response, and drop it where there are responses before it."""
+        if not self.num_responses:
+            logger.warning("Prompt %d is left out: %s.", self.id, reason)
+            return
+        self.messages.pop()
+        logger.warning("Prompt %d ends after %d of its turns: %s.", self.id, self.num_responses, reason)
 
     def output_row(self) -> dict[str, Any]:
         """The row to write, once the last response is there."""
@@ -112,7 +140,15 @@ class Conversation:
             row["prompt"] = before[0]["content"]
         else:
             row["messages"] = before
-        return {**row, "response": response["content"], "finished": all(self.finished)}
+        row |= {"response": response["content"], "finished": self.finished}
+        if "response_ids" in response:
+            row["response_ids"] = response["response_ids"]
+        return row
+
+
+def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them."""
+    return [{name: value for name, value in message.items() if name != "response_ids"} for message in messages]
 
 
 def read_prompts(
@@ -127,7 +163,7 @@ def read_prompts(
         column: Where the prompt stands; by default `turns`, `messages` or `prompt`.
 
     Raises:
-        ValueError: when a local file does not exist, or a row lacks the column.
+        ValueError: when a local file does not exist, or a row has no such column.
     """
     for index, row in enumerate(_read_rows(source, split, subset)):
         yield _from_column(index, row, column) if column else row
@@ -156,32 +192,54 @@ def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[d
 
 def _from_column(index: int, row: dict[str, Any], column: str) -> dict[str, Any]:
     """The row with the prompt under the name that fits what the column holds."""
-    if not row.get(column):
-        raise ValueError(f"Row {index} has nothing under {column!r}; its columns are {', '.join(sorted(row))}.")
+    if column not in row:
+        raise ValueError(
+            f"Row {index} has no column {column!r}; its columns are {', '.join(sorted(row))}. Name one of them."
+        )
     value = row[column]
-    name = "prompt" if isinstance(value, str) else "turns" if isinstance(value[0], str) else "messages"
+    several = not isinstance(value, str) and bool(value)
+    name = "prompt" if not several else "turns" if isinstance(value[0], str) else "messages"
     return {name: value} | ({"source": row["source"]} if "source" in row else {})
 
 
 def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
-    """Read a row with `turns` (user turns), `messages` (a response at their end is dropped) or `prompt`."""
+    """
+    Read a row with `turns` (user turns), `messages` (a response at their end is dropped) or `prompt`.
+
+    Raises:
+        ValueError: when it has none of these fields.
+        Unanswerable: when nothing is asked in it.
+    """
     if row.get("turns"):
         return Conversation(index, row, [{"role": "user", "content": row["turns"][0]}], list(row["turns"][1:]))
     if row.get("messages"):
         messages = [as_message(message) for message in row["messages"]]
-        while messages and messages[-1]["role"] == "assistant":
+        while messages and messages[-1].get("role") == "assistant":
             messages.pop()
         if messages:
             return Conversation(index, row, messages)
     if row.get("prompt"):
         return Conversation(index, row, [{"role": "user", "content": row["prompt"]}])
-    raise ValueError(
-        f"Prompt {index} has the fields {sorted(row)}; give one of 'prompt' (text), 'messages' (role and content) or "
-        "'turns' (texts of the user's turns), not empty."
-    )
+    if set(PROMPT_FIELDS).isdisjoint(row):
+        raise ValueError(
+            f"Prompt {index} has the fields {sorted(row)}; give one of 'prompt' (text), 'messages' (role and content) or "
+            "'turns' (texts of the user's turns)."
+        )
+    raise Unanswerable("nothing is asked in it")
 
 
-def as_message(message: dict[str, str]) -> dict[str, str]:
+def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
+    """All rows in which something is asked, by their index; a warning names each of the others."""
+    conversations = []
+    for index, row in rows.items():
+        try:
+            conversations.append(as_conversation(index, row))
+        except Unanswerable as reason:
+            logger.warning("Prompt %d is left out: %s.", index, reason)
+    return conversations
+
+
+def as_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message of a chat template, also from the `from` and `value` of ShareGPT's data sets."""
     if "value" not in message:
         return message
@@ -207,21 +265,32 @@ def by_length(requests: Iterable[Request], window: int) -> Iterator[Request]:
 
 
 class ResumableLines:
-    """An append-only JSON-lines file that survives a kill at any point.
+    """An append-only JSON-lines file that survives a kill at any point, for one process at a time.
 
-    Opening drops a torn last line (without a line end, or not JSON); `written` then holds the rows that are there.
+    A file with something in it is ours where a note of its origin is beside it, `<name>.origin.json`. Its torn last line
+    (without a line end, or not JSON) is then dropped; `written` holds the rows that are there.
 
     Args:
         path: the file, created with its folder where missing.
-        origin: what made the rows (target, settings), kept beside the file in `<name>.origin.json`.
+        origin: what made the rows (target, settings).
 
     Raises:
-        ValueError: a line before the last is not JSON, so the file is not one of ours; or its rows have another origin.
+        ValueError: the file is not one of ours, its rows have another origin, or another process writes it.
     """
 
     def __init__(self, path: str | Path, origin: dict[str, Any]) -> None:
         self.path = Path(path)
+        self.note = self.path.with_name(self.path.name + ".origin.json")
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.check_ours()
+        self.lock = FileLock(f"{self.path}.lock", timeout=0)
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"Another process writes '{self.path}' now, and two would answer the same prompts. Wait for it, or write to "
+                "another file (of other prompts: see 'start' and 'max_prompts')."
+            ) from None
         self.file: IO[bytes] = self.path.open("a+b")
         try:
             self.written = self.recover()
@@ -230,23 +299,29 @@ class ResumableLines:
             self.close()
             raise
 
+    def check_ours(self) -> None:
+        if self.path.exists() and self.path.stat().st_size and not self.note.exists():
+            raise ValueError(
+                f"'{self.path}' is not empty and has no '{self.note.name}' beside it, so it was not begun here and nothing "
+                "is written to it. Give another output file, or bring the note along where the file was moved."
+            )
+
     def check_origin(self, origin: dict[str, Any]) -> None:
-        """Refuse to mix rows of two origins in one file; note the origin where there is none yet."""
-        note = self.path.with_name(self.path.name + ".origin.json")
-        if self.written and note.exists():
-            before = json.loads(note.read_text(encoding="utf-8"))
-            changed = [
-                f"{name} was {before.get(name)!r}, now {value!r}"
-                for name, value in origin.items()
-                if before.get(name) != value
-            ]
-            if changed:
-                raise ValueError(
-                    f"'{self.path}' holds rows made with other settings ({'; '.join(changed)}). "
-                    "Go on with the same settings, or write to another file."
-                )
+        """Refuse to mix rows of two origins in one file; note the origin where there are no rows yet."""
+        if not self.written:
+            self.note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
             return
-        note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        before = json.loads(self.note.read_text(encoding="utf-8"))
+        changed = [
+            f"{name} was {before.get(name)!r}, now {origin.get(name)!r}"
+            for name in before | origin
+            if before.get(name) != origin.get(name)
+        ]
+        if changed:
+            raise ValueError(
+                f"'{self.path}' holds rows made with other settings ({'; '.join(changed)}). "
+                "Go on with the same settings, or write to another file."
+            )
 
     def recover(self) -> list[dict[str, Any]]:
         self.file.seek(0)
@@ -263,17 +338,29 @@ class ResumableLines:
                 good_bytes += len(line)
             except ValueError:
                 torn = number
+        if not all(isinstance(row, dict) and "id" in row for row in rows):
+            raise ValueError(
+                f"'{self.path}' has rows without 'id', which were not written here. Give another output file."
+            )
         self.file.truncate(good_bytes)
         self.file.seek(0, os.SEEK_END)
         return rows
 
-    def append(self, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    def append(self, row: dict[str, Any]) -> bool:
+        """Write a row to the disk; False, with a warning, where its text is not Unicode (half a surrogate pair)."""
+        try:
+            line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError as error:
+            logger.warning("Prompt %d is left out: its text cannot be written (%s).", row["id"], error)
+            return False
+        self.file.write(line)
         self.file.flush()
         os.fsync(self.file.fileno())
+        return True
 
     def close(self) -> None:
         self.file.close()
+        self.lock.release()
 
     def __enter__(self) -> ResumableLines:
         return self
@@ -421,7 +508,8 @@ class ResponseWriter(ABC):
             `int`: how many rows were added.
 
         Raises:
-            ValueError: a prompt has none of the known fields, or `output` holds rows of other prompts or settings.
+            ValueError: a prompt has none of the known fields; or `output` holds rows of other prompts or settings, is
+                something else, or is being written by another process.
         """
         stop = None if max_prompts is None else start + max_prompts
         chosen = dict(islice(enumerate(prompts), start, stop))
@@ -429,13 +517,12 @@ class ResponseWriter(ABC):
         with ResumableLines(output, self.origin()) as lines:
             check_same_prompts(lines.written, chosen, output)
             done = {row["id"] for row in lines.written}
-            todo = [as_conversation(index, row) for index, row in chosen.items() if index not in done]
+            todo = as_conversations({index: row for index, row in chosen.items() if index not in done})
             with Progress(len(chosen), len(chosen) - len(todo), progress) as bar:
                 for row, num_tokens in self.answer(todo):
-                    if row is not None:
-                        lines.append(row)
-                        added += 1
-                    bar.count(num_tokens, prompts=int(row is not None))
+                    written = row is not None and lines.append(row)
+                    added += written
+                    bar.count(num_tokens, prompts=int(written))
         return added
 
     @abstractmethod
@@ -499,58 +586,62 @@ class Regenerator(ResponseWriter):
         requests = (request for request in map(self.request, conversations) if request is not None)
         for completion in decoder.run(by_length(requests, WINDOW_SLOTS * self.settings.slots)):
             conversation = open_conversations[completion.key]
-            conversation.add(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.finished)
-            request = self.next_turn(conversation)
+            self.add(conversation, completion)
+            request = self.request(conversation) if conversation.next_turn() else None
             if request is not None:
                 decoder.submit(request)
                 yield None, completion.num_tokens
             else:
                 del open_conversations[conversation.id]
-                row = conversation.output_row()
-                if self.settings.save_token_ids:
-                    end = [] if completion.end_id is None else [completion.end_id]
-                    row["response_ids"] = completion.token_ids + end
-                yield row, completion.num_tokens
+                yield conversation.output_row(), completion.num_tokens
 
-    def next_turn(self, conversation: Conversation) -> Request | None:
-        """Open the next of the user's turns; None where there is none, or the context has no room for it."""
-        if not conversation.turns:
-            return None
-        conversation.messages.append({"role": "user", "content": conversation.turns.pop(0)})
-        request = self.request(conversation)
-        if request is None:
-            conversation.messages.pop()
-        return request
+    def add(self, conversation: Conversation, completion: Completion) -> None:
+        end = [] if completion.end_id is None else [completion.end_id]
+        conversation.add(
+            self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            completion.finished,
+            completion.token_ids + end if self.settings.save_token_ids else None,
+        )
 
     def request(self, conversation: Conversation) -> Request | None:
-        """The next response's request; None, with a warning, where the context has no room for it."""
-        input_ids = self.encode(conversation.messages)
-        room = self.max_new_tokens
-        if self.max_length is not None:
-            room = min(room, self.max_length - len(input_ids))
-        if room < 1:
-            logger.warning(
-                "Prompt %d is left out: with %d tokens it fills the target's context of %d.",
-                conversation.id,
-                len(input_ids),
-                self.max_length,
-            )
+        """The next response's request; None, with a warning, where there can be none."""
+        try:
+            input_ids = self.encode(conversation.messages)
+            room = self.room(len(input_ids))
+        except Unanswerable as reason:
+            conversation.give_up(reason)
             return None
-        seed = request_seed(self.settings.seed, conversation.id, len(conversation.finished))
+        seed = request_seed(self.settings.seed, conversation.id, conversation.num_responses)
         return Request(conversation.id, input_ids, room, seed)
 
-    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def room(self, num_tokens: int) -> int:
+        """Tokens that a response may have behind a prompt of `num_tokens`."""
+        if self.max_length is None:
+            return self.max_new_tokens
+        if num_tokens >= self.max_length:
+            raise Unanswerable(f"with {num_tokens} tokens it fills the target's context of {self.max_length}")
+        return min(self.max_new_tokens, self.max_length - num_tokens)
+
+    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the target's next response begins."""
-        if self.tokenizer.chat_template is None:
-            if len(messages) > 1:
-                raise ValueError(
-                    f"The tokenizer of '{self.tokenizer.name_or_path}' has no chat template, so it cannot write a conversation "
-                    f"of {len(messages)} messages. Give rows with a single 'prompt', or set tokenizer.chat_template."
-                )
-            return self.tokenizer(messages[0]["content"])["input_ids"]
+        template = self.tokenizer.chat_template is not None
+        if not template and len(messages) > 1:
+            raise ValueError(
+                f"The tokenizer of '{self.tokenizer.name_or_path}' has no chat template, so it cannot write a conversation "
+                f"of {len(messages)} messages. Give rows with a single 'prompt', or set tokenizer.chat_template."
+            )
+        try:
+            text = self.render(messages) if template else messages[0]["content"]
+            text.encode()  # half a surrogate pair is told clearer than by the tokenizer
+            return self.tokenizer(text, add_special_tokens=not template)["input_ids"]
+        except (TemplateError, ValueError, TypeError) as error:
+            raise Unanswerable(f"chat template or tokenizer refuse it ({error})") from error
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
         thinking = {} if self.settings.enable_thinking is None else {"enable_thinking": self.settings.enable_thinking}
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **thinking)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.tokenizer.apply_chat_template(
+            without_ids(messages), tokenize=False, add_generation_prompt=True, **thinking
+        )
 
     def decoder(self, max_length: int) -> SlotDecoder | PlainDecoder:
         """A decoder for rows of up to `max_length` tokens: the fast one or, where it cannot serve, the plain one."""
@@ -575,24 +666,37 @@ class Regenerator(ResponseWriter):
         return longest if self.max_length is None else min(longest, self.max_length)
 
     def longest(self, conversation: Conversation) -> int:
-        """Tokens of a whole conversation if every response runs to its limit."""
-        messages = list(conversation.messages)
-        for turn in conversation.turns:
-            messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
-        return len(self.encode(messages)) + (1 + len(conversation.turns)) * self.max_new_tokens
+        """Tokens of a whole conversation if every response runs to its limit; of the turns that can be asked."""
+        messages, length = list(conversation.messages), 0
+        try:
+            for number, turn in enumerate([*conversation.turns, ""], start=1):
+                length = len(self.encode(messages)) + number * self.max_new_tokens
+                messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": turn}]
+        except Unanswerable:  # said when it is asked
+            pass
+        return length
 
 
 def check_same_prompts(written: list[dict[str, Any]], prompts: dict[int, dict[str, Any]], output: str | Path) -> None:
     """Refuse to resume an output whose rows answer other prompts."""
     for row in written:
-        if "id" not in row:
-            raise ValueError(f"'{output}' has rows without 'id', so it was not written here. Give another output file.")
-        prompt = prompts.get(row["id"])
-        if prompt is not None and "prompt" in row and row["prompt"] != prompt.get("prompt"):
+        if row["id"] in prompts and not answers(row, prompts[row["id"]]):
             raise ValueError(
                 f"'{output}' answers another prompt under id {row['id']} than the one given now. "
                 "Go on with the same prompts, or write to another file."
             )
+
+
+def answers(row: dict[str, Any], prompt: dict[str, Any]) -> bool:
+    """Whether an output row answers this prompt, or the first of its turns."""
+    try:
+        asked = as_conversation(row["id"], prompt)
+    except Unanswerable:
+        return False
+    messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
+    given, later = messages[: len(asked.messages)], messages[len(asked.messages) :]
+    turns = [message["content"] for message in later if message["role"] == "user"]
+    return without_ids(given) == without_ids(asked.messages) and turns == asked.turns[: len(turns)]
 
 
 def self_prompt(
@@ -610,7 +714,9 @@ def self_prompt(
     From "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing" (arXiv 2406.08464).
     Kept are texts that end by themselves, have `min_chars` characters and were not written before (case and spaces
     apart). Candidates are drawn in rounds of as many as are lacking and each round is run to its end, since stopping
-    at the first ones to finish would favour short prompts.
+    at the first ones to finish would favour short prompts. So a run that goes on passes through the same rounds again,
+    and draws those candidates of them that are not in the file: the ones under way when it was stopped, and, by their
+    seeds to the same end, those that were not kept.
 
     Args:
         num_prompts: rows that `output` shall have in the end; a stopped run goes on.
@@ -632,32 +738,35 @@ def self_prompt(
     origin = {**writer.origin(), "system_prompt": system_prompt}
     with ResumableLines(output, origin) as lines:
         seen = {normalised(row["prompt"]) for row in lines.written}
-        next_id = max((row["id"] for row in lines.written), default=-1) + 1
-        before = len(seen)
-        useless_rounds = 0
+        kept_ids = {row["id"] for row in lines.written}
+        before = len(kept_ids)
+        next_id = useless_rounds = 0
         with Progress(num_prompts, before, progress) as bar:
-            while len(seen) < num_prompts and useless_rounds < 5:
-                ids = range(next_id, next_id := next_id + num_prompts - len(seen))
+            while len(kept_ids) < num_prompts and useless_rounds < 5:
+                lacking = num_prompts - sum(id < next_id for id in kept_ids)
+                ids = range(next_id, next_id := next_id + lacking)
                 requests = [
-                    Request(id, prefix_ids, writer.max_new_tokens, request_seed(settings.seed, id, 0)) for id in ids
+                    Request(id, prefix_ids, writer.max_new_tokens, request_seed(settings.seed, id, 0))
+                    for id in ids
+                    if id not in kept_ids
                 ]
-                size_before = len(seen)
                 for completion in decoder.run(requests):
                     text = tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
                     kept = completion.finished and len(text) >= min_chars and normalised(text) not in seen
                     if kept:
                         seen.add(normalised(text))
+                        kept_ids.add(completion.key)
                         lines.append({"id": completion.key, "source": "self", "prompt": text})
                     bar.count(completion.num_tokens, prompts=int(kept))
-                useless_rounds = 0 if len(seen) > size_before else useless_rounds + 1
-    if len(seen) < num_prompts:
+                useless_rounds = 0 if kept_ids.intersection(ids) else useless_rounds + 1
+    if len(kept_ids) < num_prompts:
         logger.warning(
             "Only %d of %d prompts: the last candidates were all cut, too short or known. "
             "Raise the temperature or max_new_tokens, or vary the system prompt.",
-            len(seen),
+            len(kept_ids),
             num_prompts,
         )
-    return len(seen) - before
+    return len(kept_ids) - before
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[list[int], int]:

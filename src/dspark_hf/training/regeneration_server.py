@@ -2,24 +2,51 @@
 
 Only the standard library is used. What a server does with a field it does not know is its own affair; `top_k` and the
 thinking switch go by the names that vLLM and SGLang read.
+
+A server may fail in three ways. It refuses one prompt (too long, say): that one is left out. It refuses all of them (a
+wrong key, name or address): the run ends at once. It is away or busy: the request is sent again, after a while that
+grows, and longer where the server says so; busy servers are waited for longer than those that do not answer.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from email.utils import mktime_tz, parsedate_tz
+from http.client import HTTPException
+from typing import Any, NoReturn
 
-from .regeneration import DEFAULT_MAX_NEW_TOKENS, Conversation, RegenerationSettings, ResponseWriter, request_seed
+from .regeneration import (
+    DEFAULT_MAX_NEW_TOKENS,
+    Conversation,
+    RegenerationSettings,
+    ResponseWriter,
+    Unanswerable,
+    request_seed,
+    without_ids,
+)
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = (1.0, 4.0, 16.0)
+AWAY_WAITS_S = (1.0, 4.0, 16.0)
+BUSY_WAITS_S = (1.0, 4.0, 16.0, *[60.0] * 9)
+REFUSES_PROMPT = (400, 413, 422)
+BUSY = (429, 503)
+
+
+class Unavailable(ConnectionError):
+    """The server is away or busy, so that the same request may be answered later; `after_s` is when it asked for it."""
+
+    def __init__(self, reason: object, busy: bool = False, after_s: float = 0.0) -> None:
+        super().__init__(str(reason))
+        self.busy = busy
+        self.after_s = after_s
 
 
 class ServerRegenerator(ResponseWriter):
@@ -29,12 +56,12 @@ class ServerRegenerator(ResponseWriter):
         url: the server's address, with or without `/v1`.
         model: the name the server knows the target by.
         settings: how responses are made. Sampling fields left None are not sent, so the server's own defaults hold;
-            `slots` is the number of requests under way at once. `save_token_ids` is not possible here.
+            `slots` is the number of requests under way at once. Servers return text, so there are no token ids.
         api_key: sent as a bearer token where given.
         timeout_s: how long one response may take.
 
     Raises:
-        ValueError: the settings ask for token ids, which such servers do not return.
+        ValueError: the address does not say http or https.
     """
 
     def __init__(
@@ -45,25 +72,28 @@ class ServerRegenerator(ResponseWriter):
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"The server's address is '{url}'; give it with http:// or https:// in front.")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         self.model = model
         self.settings = settings or RegenerationSettings()
-        if self.settings.save_token_ids:
-            raise ValueError("A server returns text, not token ids: leave save_token_ids off, or run the target here.")
         self.headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self.headers["Authorization"] = f"Bearer {api_key}"
         self.timeout_s = timeout_s
+        self.stopped = threading.Event()  # set once nobody waits for responses any more
 
     def origin(self) -> dict[str, Any]:
         return {"target": self.model, "seed": self.settings.seed, **self.fields()}
 
     def answer(self, conversations: list[Conversation]) -> Iterator[tuple[dict[str, Any] | None, int]]:
+        self.stopped.clear()
         pool = ThreadPoolExecutor(self.settings.slots)
         try:
             for future in as_completed([pool.submit(self.converse, conversation) for conversation in conversations]):
                 yield future.result()
         finally:
+            self.stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def converse(self, conversation: Conversation) -> tuple[dict[str, Any] | None, int]:
@@ -72,23 +102,32 @@ class ServerRegenerator(ResponseWriter):
         while True:
             try:
                 response, finished, count = self.complete(conversation)
-            except urllib.error.HTTPError as error:
-                logger.warning("Prompt %d is left out: the server refused it (%s).", conversation.id, explain(error))
-                return None, num_tokens
+            except Unanswerable as reason:
+                conversation.give_up(reason)
+                break
             conversation.add(response, finished)
             num_tokens += count
-            if not conversation.turns:
-                return conversation.output_row(), num_tokens
-            conversation.messages.append({"role": "user", "content": conversation.turns.pop(0)})
+            if not conversation.next_turn():
+                break
+        return conversation.output_row() if conversation.num_responses else None, num_tokens
 
     def complete(self, conversation: Conversation) -> tuple[str, bool, int]:
         """One response: text, whether it ended by itself, number of tokens."""
-        seed = request_seed(self.settings.seed, conversation.id, len(conversation.finished)) % 2**31
-        body = {"model": self.model, "messages": conversation.messages, "seed": seed, **self.fields()}
-        reply = self.post(json.dumps(body).encode())
+        seed = request_seed(self.settings.seed, conversation.id, conversation.num_responses) % 2**31
+        messages = without_ids(conversation.messages)
+        reply = self.post(
+            json.dumps({"model": self.model, "messages": messages, "seed": seed, **self.fields()}).encode()
+        )
         choice = reply["choices"][0]
+        message = choice["message"]
+        if message.get("reasoning_content") or message.get("reasoning"):
+            raise ValueError(
+                f"{self.url} returns the target's thoughts apart from its answer, so what the target wrote is not known "
+                "token by token. Start the server without a reasoning parser (llama.cpp: --reasoning-format none), so that "
+                "the thoughts stay in the text, or turn thinking off (--no-thinking)."
+            )
         count = (reply.get("usage") or {}).get("completion_tokens", 0)
-        return choice["message"]["content"] or "", choice["finish_reason"] == "stop", count
+        return message.get("content") or "", choice.get("finish_reason") == "stop", count
 
     def fields(self) -> dict[str, Any]:
         """The request's fields that follow from the settings."""
@@ -107,27 +146,67 @@ class ServerRegenerator(ResponseWriter):
         """Send, and send again while the server is busy or away.
 
         Raises:
-            urllib.error.HTTPError: the server refuses this request.
-            ConnectionError: the server stays away or busy.
+            Unanswerable: the server refuses this request.
+            ValueError: it would refuse every request.
+            ConnectionError: it stays away or busy.
         """
-        for wait_s in (*RETRY_AFTER_S, None):
+        tries = 0
+        while True:
             try:
-                request = urllib.request.Request(self.url, body, self.headers)
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
-                    return json.load(reply)  # type: ignore[no-any-return]
-            except urllib.error.HTTPError as error:
-                if error.code != 429 and error.code < 500:
-                    raise
-                reason = explain(error)
-            except OSError as error:  # refused, reset, timed out, no such host
-                reason = str(error)
-            if wait_s is not None:
-                time.sleep(wait_s)
-        raise ConnectionError(
-            f"No answer from {self.url} after {len(RETRY_AFTER_S) + 1} tries ({reason}). Start the server, or check the "
-            "address; what is written so far is kept, and the same command goes on from there."
-        )
+                return self.send(body)
+            except Unavailable as reason:
+                waits_s = BUSY_WAITS_S if reason.busy else AWAY_WAITS_S
+                tries += 1
+                # `wait` is True where the run ends meanwhile.
+                if tries > len(waits_s) or self.stopped.wait(max(waits_s[tries - 1], reason.after_s)):
+                    raise ConnectionError(
+                        f"No answer from {self.url} after {tries} tries ({reason}). Start the server, or check the "
+                        "address; what is written so far is kept, and the same command goes on from there."
+                    ) from reason
+
+    def send(self, body: bytes) -> dict[str, Any]:
+        """Send once; errors as in `post`, and `Unavailable` where another try may help."""
+        request = urllib.request.Request(self.url, body, self.headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
+                answer = json.load(reply)
+        except urllib.error.HTTPError as error:
+            self.refuse(error)
+        except (OSError, HTTPException) as error:  # refused, reset, timed out, no such host; broken off
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise Unavailable(f"its reply is not JSON: {error}") from error
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not choices or "message" not in choices[0]:
+            raise Unavailable(f"its reply has no message in 'choices': {json.dumps(answer)[:300]}")
+        return answer
+
+    def refuse(self, error: urllib.error.HTTPError) -> NoReturn:
+        """Raise what an HTTP error means."""
+        reason = explain(error)
+        if error.code in REFUSES_PROMPT:
+            raise Unanswerable(f"the server refused it ({reason})") from error
+        if error.code in BUSY or error.code >= 500 or error.code == 408:
+            raise Unavailable(reason, error.code in BUSY, retry_after_s(error.headers.get("Retry-After"))) from error
+        raise ValueError(
+            f"{self.url} refuses requests for '{self.model}' ({reason}). Check the address, the API key and the name that "
+            "the server knows the target by; what is written so far is kept."
+        ) from error
 
 
 def explain(error: urllib.error.HTTPError) -> str:
-    return f"HTTP {error.code}: {error.read(300).decode(errors='replace').strip()}"
+    try:
+        text = error.read(300).decode(errors="replace").strip()
+    except (OSError, HTTPException):  # broken off
+        text = ""
+    return f"HTTP {error.code}: {text or error.reason}"
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds from now of a `Retry-After`, which holds seconds or a date (RFC 9110, 10.2.3); 0 where it says neither."""
+    if header is None:
+        return 0.0
+    if header.strip().isdecimal():
+        return float(header)
+    date = parsedate_tz(header)
+    return 0.0 if date is None else max(0.0, mktime_tz(date) - time.time())
