@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import tiny
+import tiny_folders
 from dspark_hf import DSparkDrafter
 from dspark_hf.training.arguments import DSparkTrainingArguments
 from dspark_hf.training.features import CachedFeatureDataset, cache_features
@@ -270,6 +271,19 @@ def test_lengths_may_change_from_step_to_step(make_trainer, rows):
     trainer = make_trainer(rows=data, num_train_epochs=1)
     trainer.train()
     assert all(math.isfinite(loss) for loss in losses(trainer))
+
+
+def test_conversations_are_written_with_the_options_of_their_chat_template(tmp_path):
+    target, tokenizer = tiny.qwen3(), tiny_folders.tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ '!' if not enable_thinking else '' }}{% endfor %}"
+    )
+    args = DSparkTrainingArguments(
+        tmp_path, use_cpu=True, report_to="none", chat_template_kwargs='{"enable_thinking": false}'
+    )
+    rows = [{"prompt": "a b", "response": "c d"}]
+    trainer = DSparkTrainer(tiny.random_drafter(target), target, args, train_dataset=rows, processing_class=tokenizer)
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]).startswith("a b!c d")
 
 
 def test_rows_without_a_loss_mask_are_refused(make_trainer):

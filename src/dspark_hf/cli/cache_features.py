@@ -81,7 +81,8 @@ def cache_features(
 
     model, tokenizer = load_target(target, dtype, device, threads)
     config = config_of(drafter, model, target_layer_ids, block_size, normalizers)
-    rows = [row for source in data for row in encode_source(source, model, tokenizer, max_length, split, thinking)]
+    template = {} if thinking is None else {"enable_thinking": thinking}
+    rows = [row for source in data for row in encode_source(source, model, tokenizer, max_length, split, template)]
     if not rows:
         raise ValueError(f"{', '.join(data)}: no row has a response of two tokens within --max-length.")
     plan = CachePlan(config, getattr(torch, feature_dtype), positions, num_anchors, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -57,6 +58,12 @@ class DSparkTrainingArguments(TrainingArguments):
     max_length: int | None = field(
         default=4096, metadata={"help": "Conversations are cut here when the trainer tokenizes them."}
     )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of the chat template that the responses were made with, as JSON: '{\"enable_thinking\": false}'."
+        },
+    )
     save_dtype: str | None = field(
         default=None,
         metadata={
@@ -64,6 +71,8 @@ class DSparkTrainingArguments(TrainingArguments):
             "keep the training dtype, so that a resumed run is exact."
         },
     )
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs"]  # These may be JSON.
 
     def __getstate__(self):
         """Without the token: `training_args.bin`, which lies beside the weights and is pushed with them, holds this."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,12 +71,11 @@ def encode_source(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
     split: str = "train",
-    enable_thinking: bool | None = None,
+    template_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """The rows of a JSONL file or of a data set of the Hub as tokens and loss masks."""
-    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     rows = read_prompts(source, split=split)
-    return encode_rows(rows, tokenizer, max_length, end_token_ids(target, tokenizer) or None, **thinking)
+    return encode_rows(rows, tokenizer, max_length, end_token_ids(target, tokenizer) or None, **template_options)
 
 
 def load_source(source: str, config: DSparkConfig | None = None, **encoding: Any) -> TrainingData:

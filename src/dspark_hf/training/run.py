@@ -69,7 +69,7 @@ def train(command: TrainCommand) -> TrainingRun:
     set_seed(arguments.seed)
     target, tokenizer = load_frozen_target(options)
     start, has_new_vocabulary = starting_drafter(command, target, tokenizer)
-    data = load_data(options, start.config, arguments.max_length, target, tokenizer)
+    data = load_data(command, start.config, target, tokenizer)
     checkpoint = arguments.resume_from_checkpoint or (last_checkpoint(arguments.output_dir) if options.resume else None)
     if checkpoint is not None:
         check_same_drafter(start.config, checkpoint)
@@ -188,19 +188,17 @@ def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 
 
 def load_data(
-    options: TrainOptions,
-    config: DSparkConfig,
-    max_length: int | None,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    command: TrainCommand, config: DSparkConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[TrainingData, list[int], list[int]]]:
     """Every source with the rows to train on and those held out."""
+    options, thinking = command.options, command.options.enable_thinking
+    template: dict[str, Any] = command.arguments.chat_template_kwargs or {}  # type: ignore[assignment]  # JSON was read.
     encoding = {
         "target": target,
         "tokenizer": tokenizer,
-        "max_length": max_length,
+        "max_length": command.arguments.max_length,
         "split": options.split,
-        "enable_thinking": options.enable_thinking,
+        "template_options": template if thinking is None else template | {"enable_thinking": thinking},
     }
     share = 0.0 if options.eval_data else options.held_out
     sources = [load_source(name, config, **encoding) for name in options.data]

@@ -33,6 +33,7 @@ from .collator import FEATURE_KEYS, DSparkCollator
 from .features import CachedFeatureDataset, target_features
 from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summarize
 from .muon import MuonAdamW, split_parameters
+from .regeneration import end_token_ids
 from .target_logits import logit_rule
 
 logger = logging.get_logger(__name__)
@@ -99,8 +100,9 @@ class DSparkTrainer(Trainer):
         if model.confidence_head is None:
             self.loss_weights = LossWeights(args.ce_weight, args.tv_weight, 0.0)
 
-        train_dataset = tokenized(train_dataset, processing_class, args.max_length, target)
-        eval_dataset = tokenized(eval_dataset, processing_class, args.max_length, target)
+        template: dict[str, Any] = args.chat_template_kwargs or {}  # type: ignore[assignment]  # JSON was read.
+        train_dataset = tokenized(train_dataset, processing_class, args.max_length, target, **template)
+        eval_dataset = tokenized(eval_dataset, processing_class, args.max_length, target, **template)
         if data_collator is None:
             seed = next(s for s in (args.anchor_seed, args.data_seed, args.seed) if s is not None)
             data_collator = self._collator(model, args, seed)
@@ -390,7 +392,9 @@ def training_masks(config, anchors: Anchors, attention_mask: torch.Tensor) -> di
     return masks
 
 
-def tokenized(dataset: Any, tokenizer: Any, max_length: int | None, target: PreTrainedModel) -> Any:
+def tokenized(
+    dataset: Any, tokenizer: Any, max_length: int | None, target: PreTrainedModel, **template_options: Any
+) -> Any:
     """Conversations become tokens; rows that are tokens already stay as they are."""
     if dataset is None or not hasattr(dataset, "__len__") or isinstance(dataset, dict) or not len(dataset):
         return dataset
@@ -407,6 +411,5 @@ def tokenized(dataset: Any, tokenizer: Any, max_length: int | None, target: PreT
         )
     if tokenizer is None:
         raise ValueError(f"The rows have {sorted(first)}: pass processing_class=tokenizer to have them tokenized.")
-    eos = target.generation_config.eos_token_id if target.generation_config is not None else None
-    eos_token_ids = None if eos is None else eos if isinstance(eos, list) else [eos]
-    return encode_rows((dataset[i] for i in range(len(dataset))), tokenizer, max_length, eos_token_ids)
+    ends = end_token_ids(target, tokenizer) or None
+    return encode_rows((dataset[i] for i in range(len(dataset))), tokenizer, max_length, ends, **template_options)
