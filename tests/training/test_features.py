@@ -129,8 +129,8 @@ def test_a_cache_of_another_target_is_refused(positions, make_trainer, rows, tmp
             cached.check_target(refused)
     with pytest.raises(ValueError, match="features of another target"):
         make_trainer(drafter, other, rows=cached)
+    more = rows(3) + rows(1)
     with pytest.raises(ValueError, match="features of another target"):
-        more = rows(3) + rows(1)
         cache_features(other, drafter.config, more, tmp_path, progress=False, positions=positions, num_anchors=2)
 
 

@@ -4,12 +4,12 @@ import math
 
 import datasets
 import pytest
+import tiny_folders
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import tiny
-import tiny_folders
 from dspark_hf import DSparkDrafter
 from dspark_hf.training.arguments import DSparkTrainingArguments
 from dspark_hf.training.features import CachedFeatureDataset, cache_features
