@@ -474,6 +474,24 @@ def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
     assert list(read_prompts(path)) == [{"prompt": "a"}, {"turns": ["b", "c"]}]
     with pytest.raises(ValueError, match="There is no file"):
         list(read_prompts(tmp_path / "missing.jsonl"))
+    path.write_text('[\n{"prompt": "a"},\n{"prompt": "b"}]')
+    assert [row["prompt"] for row in read_prompts(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt":', r"line 2, is no JSON: Expecting value \(column 11\)"),
+        ('[{"prompt": "a"},\n"b"', "line 2, is no JSON"),
+        ('{"prompt": "a"}\n["b"]', r"line 2, holds \['b'\]; give rows such as"),
+        ('["a"]', "holds 'a'; give rows such as"),
+    ],
+)
+def test_files_that_hold_no_rows_say_where(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        list(read_prompts(path))
 
 
 def test_a_row_without_a_prompt_names_its_fields(target: PreTrainedModel, tokenizer: Any, tmp_path: Path) -> None:

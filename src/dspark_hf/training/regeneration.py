@@ -172,8 +172,7 @@ def read_prompts(
 def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[dict[str, Any]]:
     path = Path(source)
     if path.is_file() and path.suffix not in (".parquet", ".csv", ".arrow"):
-        with path.open(encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.strip())
+        yield from _read_json(path)
         return
     if path.suffix in (".jsonl", ".json"):
         raise ValueError(f"There is no file '{source}'.")
@@ -188,6 +187,30 @@ def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[d
         yield from load_dataset(builder, data_files=str(path), split="train")
     else:
         yield from load_dataset(str(source), subset or None, split=split)
+
+
+def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file with one in each line, or with a list of them."""
+    with path.open(encoding="utf-8") as file:
+        is_list = file.read(1) == "["
+        file.seek(0)
+        lines = enumerate([file.read()] if is_list else file, start=1)
+        for number, line in lines:
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError as error:
+                line_number = number + error.lineno - 1
+                raise ValueError(
+                    f"'{path}', line {line_number}, is no JSON: {error.msg} (column {error.colno})."
+                ) from error
+            for row in found if is_list else [found]:
+                if not isinstance(row, dict):
+                    raise ValueError(
+                        f"'{path}', line {number}, holds {row!r:.60}; give rows such as {{\"prompt\": ...}}."
+                    )
+                yield row
 
 
 def _from_column(index: int, row: dict[str, Any], column: str) -> dict[str, Any]:
@@ -242,6 +265,8 @@ def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
 def as_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message of a chat template, also from the `from` and `value` of ShareGPT's data sets."""
     if "value" not in message:
+        if "role" not in message:
+            raise ValueError(f"A message has the fields {sorted(message)}; give each message 'role' and 'content'.")
         return message
     role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
     return {"role": role, "content": message["value"]}
