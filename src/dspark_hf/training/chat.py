@@ -173,10 +173,8 @@ class _Writer:
         if any(message.get(name) for name in _BESIDE_CONTENT):
             written = self.render([*before, message])
             shown = written[len(opening) :].removeprefix(lead) if written.startswith(opening) else ""
-            text, finished = (
-                shown.removesuffix(closing),
-                finished and shown.endswith(closing),
-            )  # Or it ends in its own way.
+            text = shown.removesuffix(closing)
+            finished = finished and shown.endswith(closing)  # A call may end with a token of its own, in the text.
             if not text:
                 logger.warning_once(_UNKNOWN)
                 return []
