@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel, PreTr
 
 import tiny
 from dspark_hf.training import regeneration, regeneration_server
+from dspark_hf.training.chat import encode_rows
 from dspark_hf.training.fast_decoding import (
     Completion,
     Request,
@@ -602,6 +604,22 @@ def test_tokens_are_kept_as_drawn_unless_told_otherwise(
     texts = [row["response"] for row in rows_by_id(tmp_path / "True.jsonl")]
     # The text lacks the special tokens that were drawn.
     assert any(tokenizer(text)["input_ids"] != drawn for text, drawn in zip(texts, ids[True], strict=True))
+
+
+def test_training_learns_the_tokens_that_were_drawn_in_every_turn(
+    target: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    settings = RegenerationSettings(temperature=50.0, top_k=0, max_new_tokens=30, seed=1)
+    regenerator = Regenerator(target, tokenizer, settings)
+    regenerator.eos_token_ids = ends = [END_ID, *range(120, 128)]
+    regenerator.run([{"turns": ["w7 w8", "w9", "w10"]}] * 4, tmp_path / "out.jsonl", progress=False)
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert max(len(row["messages"]) for row in rows) == 5
+    for row in rows:
+        drawn = [message["response_ids"] for message in row["messages"][1::2]] + [row["response_ids"]]
+        parts = encode_rows([row], tokenizer, eos_token_ids=ends)
+        learned = [id for part in parts for id, mask in zip(part["input_ids"], part["loss_mask"], strict=True) if mask]
+        assert learned == list(chain(*drawn))
 
 
 def test_messages_are_the_context_and_their_last_response_is_replaced(

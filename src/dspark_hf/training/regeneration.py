@@ -237,7 +237,7 @@ def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
         return Conversation(index, row, [{"role": "user", "content": row["turns"][0]}], list(row["turns"][1:]))
     if row.get("messages"):
         messages = [as_message(message) for message in row["messages"]]
-        while messages and messages[-1].get("role") == "assistant":
+        while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if messages:
             return Conversation(index, row, messages)
@@ -264,10 +264,10 @@ def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
 
 def as_message(message: dict[str, Any]) -> dict[str, Any]:
     """A message of a chat template, also from the `from` and `value` of ShareGPT's data sets."""
-    if "value" not in message:
-        if "role" not in message:
-            raise ValueError(f"A message has the fields {sorted(message)}; give each message 'role' and 'content'.")
+    if "role" in message:
         return message
+    if "from" not in message or "value" not in message:
+        raise Unanswerable(f"a message has the fields {sorted(message)}; give each message 'role' and 'content'")
     role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
     return {"role": role, "content": message["value"]}
 
