@@ -33,19 +33,17 @@ from dspark_hf.training.fast_decoding import (
     sample_tokens,
     unsupported_reason,
 )
+from dspark_hf.training.prompts import Conversation, as_conversation, read_prompts
 from dspark_hf.training.regeneration import (
-    Conversation,
     PlainDecoder,
     RegenerationSettings,
     Regenerator,
     ResponseWriter,
-    ResumableLines,
-    as_conversation,
-    read_prompts,
     resolve_sampling,
-    self_prompt,
 )
 from dspark_hf.training.regeneration_server import ServerRegenerator
+from dspark_hf.training.resumable_lines import ResumableLines
+from dspark_hf.training.self_prompting import self_prompt
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"

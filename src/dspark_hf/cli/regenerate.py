@@ -80,7 +80,8 @@ def regenerate(
 
     Stopped at any point, the same command goes on; nothing is lost and nothing is there twice.
     """
-    from ..training.regeneration import RegenerationSettings, read_prompts
+    from ..training.prompts import read_prompts
+    from ..training.regeneration import RegenerationSettings
 
     if (prompts is None) == (self_prompt is None):
         raise typer.BadParameter("Give either --prompts or --self-prompt.")
@@ -125,7 +126,8 @@ def _writer(
 
 def _self_prompts(writer: Any, number: int, output: Path, settings: RegenerationSettings) -> Path:
     """A file of prompts by the target, beside the responses."""
-    from ..training.regeneration import RegenerationSettings, self_prompt
+    from ..training.regeneration import RegenerationSettings
+    from ..training.self_prompting import self_prompt
 
     path = output.with_suffix(f".prompts{output.suffix}")
     own = RegenerationSettings(

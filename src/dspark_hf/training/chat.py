@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .regeneration import as_message
+from .prompts import as_message
 
 logger = logging.get_logger(__name__)
 
@@ -82,7 +82,7 @@ def encode_rows(
 def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The conversation of a row, with the response it ends in; every `content` is text."""
     if row.get("messages"):
-        messages = [_with_text(as_message(message)) for message in row["messages"]]
+        messages = [as_message(message) for message in row["messages"]]
     elif row.get("prompt"):
         messages = [{"role": "user", "content": row["prompt"]}]
     else:
@@ -92,22 +92,6 @@ def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if messages[-1]["role"] == "assistant":
         messages[-1] |= {name: row[name] for name in _OF_RESPONSE if row.get(name) is not None}
     return messages
-
-
-def _with_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose content may be a list of parts, as some data sets have it: texts are joined."""
-    if "role" not in message:
-        raise ValueError(f"A message has the fields {sorted(message)}; give each message 'role' and 'content'.")
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        kinds = sorted({part.get("type", "text") for part in content} - {"text"})
-        if kinds:
-            raise ValueError(
-                f"A message of the {message['role']} holds {', '.join(kinds)}, but drafters are trained on text alone: "
-                "leave such rows out."
-            )
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
 
 
 @dataclass

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..configuration_dspark import DSparkConfig
 from .chat import encode_rows
 from .features import CachedFeatureDataset, file_sha256
-from .regeneration import end_token_ids, read_prompts
+from .prompts import read_prompts
+from .regeneration import end_token_ids
 
 
 @dataclass

@@ -10,7 +10,7 @@
     response_ids  the tokens as drawn, which the text may not give back; earlier turns' stand in their messages
 
 A run that is stopped at any point goes on where it was: whole lines are synchronised to disk, a torn last line is dropped,
-and prompts whose id is in the file are not answered again. `self_prompt` lets an instruct target write the prompts as
+and prompts whose id is in the file are not answered again. `self_prompting` lets an instruct target write the prompts as
 well.
 
 The command line is `dspark-hf regenerate`.
@@ -19,29 +19,26 @@ The command line is `dspark-hf regenerate`.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from jinja2 import TemplateError
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .fast_decoding import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
+from .progress import Progress
+from .prompts import Conversation, Unanswerable, as_conversations, check_same_prompts, without_ids
+from .resumable_lines import ResumableLines
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NEW_TOKENS = 512
-PROMPT_FIELDS = ("turns", "messages", "prompt")
 WINDOW_SLOTS = 8  # prompts are sorted by length within windows of this many times the slots
 # What `generate` can do to the logits and the fast path does not; the value that switches each off.
 OTHER_PROCESSORS = {
@@ -91,187 +88,6 @@ class RegenerationSettings:
     save_token_ids: bool = True
 
 
-# ------------------------------------------------------------------------------------------------------------ prompts
-
-
-class Unanswerable(ValueError):
-    """Why one prompt cannot be answered, though others may: it is left out with a warning."""
-
-
-@dataclass
-class Conversation:
-    """One prompt on its way: `messages` grow by a response and the next of `turns` until none is left."""
-
-    id: int
-    row: dict[str, Any]
-    messages: list[dict[str, Any]]
-    turns: list[str] = field(default_factory=list)  # the user's turns still to come
-    num_responses: int = 0
-    finished: bool = True  # whether the last response ended by itself
-
-    def add(self, response: str, finished: bool, response_ids: list[int] | None = None) -> None:
-        ids = {} if response_ids is None else {"response_ids": response_ids}
-        self.messages.append({"role": "assistant", "content": response, **ids})
-        self.num_responses += 1
-        self.finished = finished
-
-    def next_turn(self) -> bool:
-        """Ask the next of the user's turns; False where there is none, or it would follow a response that was cut."""
-        if not self.turns or not self.finished:
-            return False
-        self.messages.append({"role": "user", "content": self.turns.pop(0)})
-        return True
-
-    def give_up(self, reason: object) -> None:
-        """Say why the last of the user's turns gets no response, and drop it where there are responses before it."""
-        if not self.num_responses:
-            logger.warning("Prompt %d is left out: %s.", self.id, reason)
-            return
-        self.messages.pop()
-        logger.warning("Prompt %d ends after %d of its turns: %s.", self.id, self.num_responses, reason)
-
-    def output_row(self) -> dict[str, Any]:
-        """The row to write, once the last response is there."""
-        *before, response = self.messages
-        row: dict[str, Any] = {"id": self.id}
-        if "source" in self.row:
-            row["source"] = self.row["source"]
-        if len(before) == 1 and "prompt" in self.row:
-            row["prompt"] = before[0]["content"]
-        else:
-            row["messages"] = before
-        row |= {"response": response["content"], "finished": self.finished}
-        if "response_ids" in response:
-            row["response_ids"] = response["response_ids"]
-        return row
-
-
-def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them."""
-    return [{name: value for name, value in message.items() if name != "response_ids"} for message in messages]
-
-
-def read_prompts(
-    source: str | Path, split: str = "train", subset: str | None = None, column: str | None = None
-) -> Iterator[dict[str, Any]]:
-    """
-    Rows of a local JSON-lines file, or of a data set of the `datasets` library.
-
-    Args:
-        source: The file, or what `datasets.load_dataset` takes first.
-        split, subset: Of a data set; `subset` is what `datasets` calls its configuration or `name`.
-        column: Where the prompt stands; by default `turns`, `messages` or `prompt`.
-
-    Raises:
-        ValueError: when a local file does not exist, or a row has no such column.
-    """
-    for index, row in enumerate(_read_rows(source, split, subset)):
-        yield _from_column(index, row, column) if column else row
-
-
-def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[dict[str, Any]]:
-    path = Path(source)
-    if path.is_file() and path.suffix not in (".parquet", ".csv", ".arrow"):
-        yield from _read_json(path)
-        return
-    if path.suffix in (".jsonl", ".json"):
-        raise ValueError(f"There is no file '{source}'.")
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            f"'{source}' is no JSON-lines file; reading it as a data set needs: pip install datasets"
-        ) from error
-    if path.is_file():
-        builder = path.suffix[1:]
-        yield from load_dataset(builder, data_files=str(path), split="train")
-    else:
-        yield from load_dataset(str(source), subset or None, split=split)
-
-
-def _read_json(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file with one in each line, or with a list of them."""
-    with path.open(encoding="utf-8") as file:
-        is_list = file.read(1) == "["
-        file.seek(0)
-        lines = enumerate([file.read()] if is_list else file, start=1)
-        for number, line in lines:
-            if not line.strip():
-                continue
-            try:
-                found = json.loads(line)
-            except json.JSONDecodeError as error:
-                line_number = number + error.lineno - 1
-                raise ValueError(
-                    f"'{path}', line {line_number}, is no JSON: {error.msg} (column {error.colno})."
-                ) from error
-            for row in found if is_list else [found]:
-                if not isinstance(row, dict):
-                    raise ValueError(
-                        f"'{path}', line {number}, holds {row!r:.60}; give rows such as {{\"prompt\": ...}}."
-                    )
-                yield row
-
-
-def _from_column(index: int, row: dict[str, Any], column: str) -> dict[str, Any]:
-    """The row with the prompt under the name that fits what the column holds."""
-    if column not in row:
-        raise ValueError(
-            f"Row {index} has no column {column!r}; its columns are {', '.join(sorted(row))}. Name one of them."
-        )
-    value = row[column]
-    several = not isinstance(value, str) and bool(value)
-    name = "prompt" if not several else "turns" if isinstance(value[0], str) else "messages"
-    return {name: value} | ({"source": row["source"]} if "source" in row else {})
-
-
-def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
-    """
-    Read a row with `turns` (user turns), `messages` (a response at their end is dropped) or `prompt`.
-
-    Raises:
-        ValueError: when it has none of these fields.
-        Unanswerable: when nothing is asked in it.
-    """
-    if row.get("turns"):
-        return Conversation(index, row, [{"role": "user", "content": row["turns"][0]}], list(row["turns"][1:]))
-    if row.get("messages"):
-        messages = [as_message(message) for message in row["messages"]]
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if messages:
-            return Conversation(index, row, messages)
-    if row.get("prompt"):
-        return Conversation(index, row, [{"role": "user", "content": row["prompt"]}])
-    if set(PROMPT_FIELDS).isdisjoint(row):
-        raise ValueError(
-            f"Prompt {index} has the fields {sorted(row)}; give one of 'prompt' (text), 'messages' (role and content) or "
-            "'turns' (texts of the user's turns)."
-        )
-    raise Unanswerable("nothing is asked in it")
-
-
-def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
-    """All rows in which something is asked, by their index; a warning names each of the others."""
-    conversations = []
-    for index, row in rows.items():
-        try:
-            conversations.append(as_conversation(index, row))
-        except Unanswerable as reason:
-            logger.warning("Prompt %d is left out: %s.", index, reason)
-    return conversations
-
-
-def as_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of a chat template, also from the `from` and `value` of ShareGPT's data sets."""
-    if "role" in message:
-        return message
-    if "from" not in message or "value" not in message:
-        raise Unanswerable(f"a message has the fields {sorted(message)}; give each message 'role' and 'content'")
-    role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
-    return {"role": role, "content": message["value"]}
-
-
 def request_seed(run_seed: int, id: int, turn: int) -> int:
     """A 63-bit seed for one response, the same on every machine and in every batch."""
     digest = hashlib.sha256(f"{run_seed}:{id}:{turn}".encode()).digest()
@@ -284,140 +100,6 @@ def by_length(requests: Iterable[Request], window: int) -> Iterator[Request]:
     while chunk := list(islice(source, window)):
         yield from sorted(chunk, key=lambda request: len(request.input_ids), reverse=descending)
         descending = not descending
-
-
-# ------------------------------------------------------------------------------------------------------------- output
-
-
-class ResumableLines:
-    """An append-only JSON-lines file that survives a kill at any point, for one process at a time.
-
-    A file with something in it is ours where a note of its origin is beside it, `<name>.origin.json`. Its torn last line
-    (without a line end, or not JSON) is then dropped; `written` holds the rows that are there.
-
-    Args:
-        path: the file, created with its folder where missing.
-        origin: what made the rows (target, settings).
-
-    Raises:
-        ValueError: the file is not one of ours, its rows have another origin, or another process writes it.
-    """
-
-    def __init__(self, path: str | Path, origin: dict[str, Any]) -> None:
-        self.path = Path(path)
-        self.note = self.path.with_name(self.path.name + ".origin.json")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.check_ours()
-        self.lock = FileLock(f"{self.path}.lock", timeout=0)
-        try:
-            self.lock.acquire()
-        except Timeout:
-            raise ValueError(
-                f"Another process writes '{self.path}' now, and two would answer the same prompts. Wait for it, or write to "
-                "another file (of other prompts: see 'start' and 'max_prompts')."
-            ) from None
-        self.file: IO[bytes] = self.path.open("a+b")
-        try:
-            self.written = self.recover()
-            self.check_origin(origin)
-        except ValueError:
-            self.close()
-            raise
-
-    def check_ours(self) -> None:
-        if self.path.exists() and self.path.stat().st_size and not self.note.exists():
-            raise ValueError(
-                f"'{self.path}' is not empty and has no '{self.note.name}' beside it, so it was not begun here and nothing "
-                "is written to it. Give another output file, or bring the note along where the file was moved."
-            )
-
-    def check_origin(self, origin: dict[str, Any]) -> None:
-        """Refuse to mix rows of two origins in one file; note the origin where there are no rows yet."""
-        if not self.written:
-            self.note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
-            return
-        before = json.loads(self.note.read_text(encoding="utf-8"))
-        changed = [
-            f"{name} was {before.get(name)!r}, now {origin.get(name)!r}"
-            for name in before | origin
-            if before.get(name) != origin.get(name)
-        ]
-        if changed:
-            raise ValueError(
-                f"'{self.path}' holds rows made with other settings ({'; '.join(changed)}). "
-                "Go on with the same settings, or write to another file."
-            )
-
-    def recover(self) -> list[dict[str, Any]]:
-        self.file.seek(0)
-        rows, good_bytes, torn = [], 0, None
-        for number, line in enumerate(self.file, start=1):
-            if torn is not None:
-                raise ValueError(
-                    f"Line {torn} of '{self.path}' is not JSON, so nothing can be appended safely. Mend or move the file."
-                )
-            try:
-                if not line.endswith(b"\n"):
-                    raise ValueError("no line end")
-                rows.append(json.loads(line))
-                good_bytes += len(line)
-            except ValueError:
-                torn = number
-        if not all(isinstance(row, dict) and "id" in row for row in rows):
-            raise ValueError(
-                f"'{self.path}' has rows without 'id', which were not written here. Give another output file."
-            )
-        self.file.truncate(good_bytes)
-        self.file.seek(0, os.SEEK_END)
-        return rows
-
-    def append(self, row: dict[str, Any]) -> bool:
-        """Write a row to the disk; False, with a warning, where its text is not Unicode (half a surrogate pair)."""
-        try:
-            line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-        except UnicodeEncodeError as error:
-            logger.warning("Prompt %d is left out: its text cannot be written (%s).", row["id"], error)
-            return False
-        self.file.write(line)
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return True
-
-    def close(self) -> None:
-        self.file.close()
-        self.lock.release()
-
-    def __enter__(self) -> ResumableLines:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class Progress:
-    """A progress bar over prompts with tokens/s and time left."""
-
-    def __init__(self, total: int | None, done: int, shown: bool = True) -> None:
-        self.bar = tqdm(total=total, initial=done, unit="prompt", disable=not shown, mininterval=1.0, smoothing=0.05)
-        if not self.bar.disable and not self.bar.fp.isatty():
-            self.bar.mininterval = 20.0
-        self.num_tokens = 0
-        self.start_s = time.perf_counter()
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / max(time.perf_counter() - self.start_s, 1e-9)
-
-    def count(self, num_tokens: int, prompts: int) -> None:
-        self.num_tokens += num_tokens
-        self.bar.set_postfix_str(f"{self.tokens_per_second:.0f} tokens/s", refresh=False)
-        self.bar.update(prompts)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.close()
 
 
 # ---------------------------------------------------------------------------------------------------------- decoding
@@ -700,122 +382,6 @@ class Regenerator(ResponseWriter):
         except Unanswerable:  # said when it is asked
             pass
         return length
-
-
-def check_same_prompts(written: list[dict[str, Any]], prompts: dict[int, dict[str, Any]], output: str | Path) -> None:
-    """Refuse to resume an output whose rows answer other prompts."""
-    for row in written:
-        if row["id"] in prompts and not answers(row, prompts[row["id"]]):
-            raise ValueError(
-                f"'{output}' answers another prompt under id {row['id']} than the one given now. "
-                "Go on with the same prompts, or write to another file."
-            )
-
-
-def answers(row: dict[str, Any], prompt: dict[str, Any]) -> bool:
-    """Whether an output row answers this prompt, or the first of its turns."""
-    try:
-        asked = as_conversation(row["id"], prompt)
-    except Unanswerable:
-        return False
-    messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-    given, later = messages[: len(asked.messages)], messages[len(asked.messages) :]
-    turns = [message["content"] for message in later if message["role"] == "user"]
-    return without_ids(given) == without_ids(asked.messages) and turns == asked.turns[: len(turns)]
-
-
-def self_prompt(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    num_prompts: int,
-    output: str | Path,
-    settings: RegenerationSettings | None = None,
-    system_prompt: str | None = None,
-    min_chars: int = 12,
-    progress: bool = True,
-) -> int:
-    """Let an instruct target write prompts: it is given the template up to where the user speaks, and goes on.
-
-    From "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing" (arXiv 2406.08464).
-    Kept are texts that end by themselves, have `min_chars` characters and were not written before (case and spaces
-    apart). Candidates are drawn in rounds of as many as are lacking and each round is run to its end, since stopping
-    at the first ones to finish would favour short prompts. So a run that goes on passes through the same rounds again,
-    and draws those candidates of them that are not in the file: the ones under way when it was stopped, and, by their
-    seeds to the same end, those that were not kept.
-
-    Args:
-        num_prompts: rows that `output` shall have in the end; a stopped run goes on.
-        output: JSON lines with `id` (the candidate's number, which also seeds it), `source` ("self") and `prompt`.
-        settings: sampling; by default temperature 1.0, all tokens, at most 256 of them.
-        system_prompt: steers what the user asks about; None leaves it to the template.
-
-    Returns:
-        `int`: how many rows were added, fewer than lacking only where candidates stop being of use (with a warning).
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or it does not show where the user's turn stands.
-    """
-    settings = settings or RegenerationSettings(max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0)
-    writer = Regenerator(target, tokenizer, settings)
-    prefix_ids, end_id = user_turn(tokenizer, system_prompt)
-    writer.eos_token_ids = sorted({*writer.eos_token_ids, end_id})
-    decoder = writer.decoder(len(prefix_ids) + writer.max_new_tokens)
-    origin = {**writer.origin(), "system_prompt": system_prompt}
-    with ResumableLines(output, origin) as lines:
-        seen = {normalised(row["prompt"]) for row in lines.written}
-        kept_ids = {row["id"] for row in lines.written}
-        before = len(kept_ids)
-        next_id = useless_rounds = 0
-        with Progress(num_prompts, before, progress) as bar:
-            while len(kept_ids) < num_prompts and useless_rounds < 5:
-                lacking = num_prompts - sum(id < next_id for id in kept_ids)
-                ids = range(next_id, next_id := next_id + lacking)
-                requests = [
-                    Request(id, prefix_ids, writer.max_new_tokens, request_seed(settings.seed, id, 0))
-                    for id in ids
-                    if id not in kept_ids
-                ]
-                for completion in decoder.run(requests):
-                    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
-                    kept = completion.finished and len(text) >= min_chars and normalised(text) not in seen
-                    if kept:
-                        seen.add(normalised(text))
-                        kept_ids.add(completion.key)
-                        lines.append({"id": completion.key, "source": "self", "prompt": text})
-                    bar.count(completion.num_tokens, prompts=int(kept))
-                useless_rounds = 0 if kept_ids.intersection(ids) else useless_rounds + 1
-    if len(kept_ids) < num_prompts:
-        logger.warning(
-            "Only %d of %d prompts: the last candidates were all cut, too short or known. "
-            "Raise the temperature or max_new_tokens, or vary the system prompt.",
-            len(kept_ids),
-            num_prompts,
-        )
-    return len(kept_ids) - before
-
-
-def user_turn(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[list[int], int]:
-    """Token ids of the template up to the user's first word, and the token that ends the user's turn."""
-    mark = "@@user@@"
-    messages = [{"role": "user", "content": mark}]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"The tokenizer of '{tokenizer.name_or_path}' has no chat template; only an instruct target writes prompts."
-        )
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    prefix, found, rest = text.partition(mark)
-    end_ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    if not found or not prefix or not end_ids:
-        raise ValueError(
-            "The chat template does not put text before and after the user's turn, so it shows no place to write."
-        )
-    return tokenizer(prefix, add_special_tokens=False)["input_ids"], end_ids[0]
-
-
-def normalised(text: str) -> str:
-    return " ".join(text.casefold().split())
 
 
 def load_target(path: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -22,15 +22,8 @@ from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException
 from typing import Any, NoReturn
 
-from .regeneration import (
-    DEFAULT_MAX_NEW_TOKENS,
-    Conversation,
-    RegenerationSettings,
-    ResponseWriter,
-    Unanswerable,
-    request_seed,
-    without_ids,
-)
+from .prompts import Conversation, Unanswerable, without_ids
+from .regeneration import DEFAULT_MAX_NEW_TOKENS, RegenerationSettings, ResponseWriter, request_seed
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,227 @@
+"""Prompts, read from files or data sets, and the conversations that become of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+PROMPT_FIELDS = ("turns", "messages", "prompt")
+
+
+class Unanswerable(ValueError):
+    """Why one prompt cannot be answered, though others may: it is left out with a warning."""
+
+
+@dataclass
+class Conversation:
+    """One prompt on its way: `messages` grow by a response and the next of `turns` until none is left."""
+
+    id: int
+    row: dict[str, Any]
+    messages: list[dict[str, Any]]
+    turns: list[str] = field(default_factory=list)  # the user's turns still to come
+    num_responses: int = 0
+    finished: bool = True  # whether the last response ended by itself
+
+    def add(self, response: str, finished: bool, response_ids: list[int] | None = None) -> None:
+        ids = {} if response_ids is None else {"response_ids": response_ids}
+        self.messages.append({"role": "assistant", "content": response, **ids})
+        self.num_responses += 1
+        self.finished = finished
+
+    def next_turn(self) -> bool:
+        """Ask the next of the user's turns; False where there is none, or it would follow a response that was cut."""
+        if not self.turns or not self.finished:
+            return False
+        self.messages.append({"role": "user", "content": self.turns.pop(0)})
+        return True
+
+    def give_up(self, reason: object) -> None:
+        """Say why the last of the user's turns gets no response, and drop it where there are responses before it."""
+        if not self.num_responses:
+            logger.warning("Prompt %d is left out: %s.", self.id, reason)
+            return
+        self.messages.pop()
+        logger.warning("Prompt %d ends after %d of its turns: %s.", self.id, self.num_responses, reason)
+
+    def output_row(self) -> dict[str, Any]:
+        """The row to write, once the last response is there."""
+        *before, response = self.messages
+        row: dict[str, Any] = {"id": self.id}
+        if "source" in self.row:
+            row["source"] = self.row["source"]
+        if len(before) == 1 and "prompt" in self.row:
+            row["prompt"] = before[0]["content"]
+        else:
+            row["messages"] = before
+        row |= {"response": response["content"], "finished": self.finished}
+        if "response_ids" in response:
+            row["response_ids"] = response["response_ids"]
+        return row
+
+
+def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them."""
+    return [{name: value for name, value in message.items() if name != "response_ids"} for message in messages]
+
+
+def read_prompts(
+    source: str | Path, split: str = "train", subset: str | None = None, column: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """
+    Rows of a local JSON-lines file, or of a data set of the `datasets` library.
+
+    Args:
+        source: The file, or what `datasets.load_dataset` takes first.
+        split, subset: Of a data set; `subset` is what `datasets` calls its configuration or `name`.
+        column: Where the prompt stands; by default `turns`, `messages` or `prompt`.
+
+    Raises:
+        ValueError: when a local file does not exist, or a row has no such column.
+    """
+    for index, row in enumerate(_read_rows(source, split, subset)):
+        yield _from_column(index, row, column) if column else row
+
+
+def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[dict[str, Any]]:
+    path = Path(source)
+    if path.is_file() and path.suffix not in (".parquet", ".csv", ".arrow"):
+        yield from _read_json(path)
+        return
+    if path.suffix in (".jsonl", ".json"):
+        raise ValueError(f"There is no file '{source}'.")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            f"'{source}' is no JSON-lines file; reading it as a data set needs: pip install datasets"
+        ) from error
+    if path.is_file():
+        builder = path.suffix[1:]
+        yield from load_dataset(builder, data_files=str(path), split="train")
+    else:
+        yield from load_dataset(str(source), subset or None, split=split)
+
+
+def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file with one in each line, or with a list of them."""
+    with path.open(encoding="utf-8") as file:
+        is_list = file.read(1) == "["
+        file.seek(0)
+        lines = enumerate([file.read()] if is_list else file, start=1)
+        for number, line in lines:
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError as error:
+                line_number = number + error.lineno - 1
+                raise ValueError(
+                    f"'{path}', line {line_number}, is no JSON: {error.msg} (column {error.colno})."
+                ) from error
+            for row in found if is_list else [found]:
+                if not isinstance(row, dict):
+                    raise ValueError(
+                        f"'{path}', line {number}, holds {row!r:.60}; give rows such as {{\"prompt\": ...}}."
+                    )
+                yield row
+
+
+def _from_column(index: int, row: dict[str, Any], column: str) -> dict[str, Any]:
+    """The row with the prompt under the name that fits what the column holds."""
+    if column not in row:
+        raise ValueError(
+            f"Row {index} has no column {column!r}; its columns are {', '.join(sorted(row))}. Name one of them."
+        )
+    value = row[column]
+    several = not isinstance(value, str) and bool(value)
+    name = "prompt" if not several else "turns" if isinstance(value[0], str) else "messages"
+    return {name: value} | ({"source": row["source"]} if "source" in row else {})
+
+
+def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
+    """
+    Read a row with `turns` (user turns), `messages` (a response at their end is dropped) or `prompt`.
+
+    Raises:
+        ValueError: when it has none of these fields.
+        Unanswerable: when nothing is asked in it.
+    """
+    if row.get("turns"):
+        return Conversation(index, row, [{"role": "user", "content": row["turns"][0]}], list(row["turns"][1:]))
+    if row.get("messages"):
+        messages = [as_message(message) for message in row["messages"]]
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if messages:
+            return Conversation(index, row, messages)
+    if row.get("prompt"):
+        return Conversation(index, row, [{"role": "user", "content": row["prompt"]}])
+    if set(PROMPT_FIELDS).isdisjoint(row):
+        raise ValueError(
+            f"Prompt {index} has the fields {sorted(row)}; give one of 'prompt' (text), 'messages' (role and content) or "
+            "'turns' (texts of the user's turns)."
+        )
+    raise Unanswerable("nothing is asked in it")
+
+
+def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
+    """All rows in which something is asked, by their index; a warning names each of the others."""
+    conversations = []
+    for index, row in rows.items():
+        try:
+            conversations.append(as_conversation(index, row))
+        except Unanswerable as reason:
+            logger.warning("Prompt %d is left out: %s.", index, reason)
+    return conversations
+
+
+def as_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    A message of a chat template, its content as text; also from the `from` and `value` of ShareGPT's data sets, or with
+    a list of texts as content.
+
+    Raises:
+        Unanswerable: when it has no role, or holds more than texts.
+    """
+    if "role" not in message:
+        if not {"from", "value"} <= message.keys():
+            raise Unanswerable(f"a message has the fields {sorted(message)}; give each message 'role' and 'content'")
+        role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
+        return {"role": role, "content": message["value"]}
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if kinds := sorted({part.get("type", "text") for part in content} - {"text"}):
+            raise Unanswerable(
+                f"a message of the {message['role']} holds {', '.join(kinds)}, but drafters are trained on text alone"
+            )
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
+
+
+def check_same_prompts(written: list[dict[str, Any]], prompts: dict[int, dict[str, Any]], output: str | Path) -> None:
+    """Refuse to resume an output whose rows answer other prompts."""
+    for row in written:
+        if row["id"] in prompts and not answers(row, prompts[row["id"]]):
+            raise ValueError(
+                f"'{output}' answers another prompt under id {row['id']} than the one given now. "
+                "Go on with the same prompts, or write to another file."
+            )
+
+
+def answers(row: dict[str, Any], prompt: dict[str, Any]) -> bool:
+    """Whether an output row answers this prompt, or the first of its turns."""
+    try:
+        asked = as_conversation(row["id"], prompt)
+    except Unanswerable:
+        return False
+    messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
+    given, later = messages[: len(asked.messages)], messages[len(asked.messages) :]
+    turns = [message["content"] for message in later if message["role"] == "user"]
+    return without_ids(given) == without_ids(asked.messages) and turns == asked.turns[: len(turns)]

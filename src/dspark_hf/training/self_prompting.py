@@ -1,0 +1,109 @@
+"""Prompts by the target itself, for those who have none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .fast_decoding import Request
+from .progress import Progress
+from .regeneration import RegenerationSettings, Regenerator, request_seed
+from .resumable_lines import ResumableLines
+
+logger = logging.getLogger(__name__)
+
+
+def self_prompt(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    output: str | Path,
+    settings: RegenerationSettings | None = None,
+    system_prompt: str | None = None,
+    min_chars: int = 12,
+    progress: bool = True,
+) -> int:
+    """Let an instruct target write prompts: it is given the template up to where the user speaks, and goes on.
+
+    From "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing" (arXiv 2406.08464).
+    Kept are texts that end by themselves, have `min_chars` characters and were not written before (case and spaces
+    apart). Candidates are drawn in rounds of as many as are lacking and each round is run to its end, since stopping
+    at the first ones to finish would favour short prompts. So a run that goes on passes through the same rounds again,
+    and draws those candidates of them that are not in the file: the ones under way when it was stopped, and, by their
+    seeds to the same end, those that were not kept.
+
+    Args:
+        num_prompts: rows that `output` shall have in the end; a stopped run goes on.
+        output: JSON lines with `id` (the candidate's number, which also seeds it), `source` ("self") and `prompt`.
+        settings: sampling; by default temperature 1.0, all tokens, at most 256 of them.
+        system_prompt: steers what the user asks about; None leaves it to the template.
+
+    Returns:
+        `int`: how many rows were added, fewer than lacking only where candidates stop being of use (with a warning).
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or it does not show where the user's turn stands.
+    """
+    settings = settings or RegenerationSettings(max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0)
+    writer = Regenerator(target, tokenizer, settings)
+    prefix_ids, end_id = user_turn(tokenizer, system_prompt)
+    writer.eos_token_ids = sorted({*writer.eos_token_ids, end_id})
+    decoder = writer.decoder(len(prefix_ids) + writer.max_new_tokens)
+    origin = {**writer.origin(), "system_prompt": system_prompt}
+    with ResumableLines(output, origin) as lines:
+        seen = {normalised(row["prompt"]) for row in lines.written}
+        kept_ids = {row["id"] for row in lines.written}
+        before = len(kept_ids)
+        next_id = useless_rounds = 0
+        with Progress(num_prompts, before, progress) as bar:
+            while len(kept_ids) < num_prompts and useless_rounds < 5:
+                lacking = num_prompts - sum(id < next_id for id in kept_ids)
+                ids = range(next_id, next_id := next_id + lacking)
+                requests = [
+                    Request(id, prefix_ids, writer.max_new_tokens, request_seed(settings.seed, id, 0))
+                    for id in ids
+                    if id not in kept_ids
+                ]
+                for completion in decoder.run(requests):
+                    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
+                    kept = completion.finished and len(text) >= min_chars and normalised(text) not in seen
+                    if kept:
+                        seen.add(normalised(text))
+                        kept_ids.add(completion.key)
+                        lines.append({"id": completion.key, "source": "self", "prompt": text})
+                    bar.count(completion.num_tokens, prompts=int(kept))
+                useless_rounds = 0 if kept_ids.intersection(ids) else useless_rounds + 1
+    if len(kept_ids) < num_prompts:
+        logger.warning(
+            "Only %d of %d prompts: the last candidates were all cut, too short or known. "
+            "Raise the temperature or max_new_tokens, or vary the system prompt.",
+            len(kept_ids),
+            num_prompts,
+        )
+    return len(kept_ids) - before
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[list[int], int]:
+    """Token ids of the template up to the user's first word, and the token that ends the user's turn."""
+    mark = "@@user@@"
+    messages = [{"role": "user", "content": mark}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"The tokenizer of '{tokenizer.name_or_path}' has no chat template; only an instruct target writes prompts."
+        )
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    prefix, found, rest = text.partition(mark)
+    end_ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    if not found or not prefix or not end_ids:
+        raise ValueError(
+            "The chat template does not put text before and after the user's turn, so it shows no place to write."
+        )
+    return tokenizer(prefix, add_special_tokens=False)["input_ids"], end_ids[0]
+
+
+def normalised(text: str) -> str:
+    return " ".join(text.casefold().split())
