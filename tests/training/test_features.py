@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 import tiny
 from dspark_hf.training.collator import DSparkCollator
 from dspark_hf.training.features import CachedFeatureDataset, CachePlan, cache_features, target_features
+from dspark_hf.training.single_writer import single_writer
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gemma4", "gpt_oss", "qwen3_5"])
@@ -132,6 +133,14 @@ def test_a_cache_of_another_target_is_refused(positions, make_trainer, rows, tmp
     more = rows(3) + rows(1)
     with pytest.raises(ValueError, match="features of another target"):
         cache_features(other, drafter.config, more, tmp_path, progress=False, positions=positions, num_anchors=2)
+
+
+def test_one_process_writes_a_cache(rows, tmp_path):
+    target = tiny.qwen3()
+    config = tiny.drafter_config(target)
+    with single_writer(tmp_path / "cache"), pytest.raises(ValueError, match="Another process writes"):
+        cache_features(target, config, rows(2), tmp_path / "cache", progress=False)
+    cache_features(target, config, rows(2), tmp_path / "cache", progress=False)
 
 
 def test_the_index_is_readable(rows, tmp_path):

@@ -35,6 +35,7 @@ from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hidden_states import context_features, output_hidden_states
 from .anchors import counted_drafts, draft_positions, row_generator, sample_anchors, stack_anchors
 from .collator import pad_rows
+from .single_writer import single_writer
 from .target_logits import LogitRule, logit_rule
 
 POSITIONS = ("all", "response", "anchors")
@@ -236,12 +237,27 @@ def cache_features(
         positions, num_anchors, seed: As in [`CachePlan`].
 
     Raises:
-        ValueError: when the folder holds features of other taps or other rows, the disk has no room, or float16 is too
-            narrow for the target's hidden states.
+        ValueError: when the folder holds features of other taps, rows or weights or is being written by another process,
+            the disk has no room, or float16 is too narrow for the target's hidden states.
     """
     plan = CachePlan(config, dtype, positions, num_anchors, seed)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    with single_writer(folder):
+        _write_missing(target, plan, rows, folder, batch_size, shard_rows, progress)
+    return folder
+
+
+def _write_missing(
+    target: PreTrainedModel,
+    plan: CachePlan,
+    rows: Sequence[dict[str, Any]],
+    folder: Path,
+    batch_size: int,
+    shard_rows: int,
+    progress: bool,
+) -> None:
+    """The shards of the rows that the cache lacks."""
     index = _open_index(folder, plan.description(target))
     done = _check_rows(folder, index, rows)
     if 0 < done < len(rows):
@@ -255,7 +271,6 @@ def cache_features(
                 shard = writer.write(some, folder, f"shard-{len(index['shards']):05d}.safetensors", bar)
                 index["shards"].append(shard)
                 _write_index(folder, index)
-    return folder
 
 
 def amount(num_bytes: float) -> str:

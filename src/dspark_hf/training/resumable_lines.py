@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from filelock import FileLock, Timeout
+from .single_writer import single_writer
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,7 @@ class ResumableLines:
         self.note = self.path.with_name(self.path.name + ".origin.json")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.check_ours()
-        self.lock = FileLock(f"{self.path}.lock", timeout=0)
-        try:
-            self.lock.acquire()
-        except Timeout:
-            raise ValueError(
-                f"Another process writes '{self.path}' now, and two would answer the same prompts. Wait for it, or write to "
-                "another file (of other prompts: see 'start' and 'max_prompts')."
-            ) from None
+        self.lock = single_writer(self.path)
         self.file: IO[bytes] = self.path.open("a+b")
         try:
             self.written = self.recover()
