@@ -21,7 +21,7 @@ def load_target(
     The target and its tokenizer, ready to generate.
 
     Raises:
-        ValueError: for a number type that torch does not have.
+        typer.BadParameter: for a number type that torch does not have.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,7 +81,10 @@ def checked_dtype(dtype: str) -> Any:
     """`"auto"`, or a floating-point type of torch by name."""
     from ..number_types import floating_dtype
 
-    return dtype if dtype == "auto" else floating_dtype(dtype, "--dtype")
+    try:
+        return dtype if dtype == "auto" else floating_dtype(dtype, "--dtype")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def default_device() -> str:
