@@ -138,7 +138,7 @@ def test_too_few_rounds_keep_one_and_say_so():
 def test_a_single_outcome_keeps_one_and_says_so():
     rounds = synthetic_rounds()
     calibration = fit_temperatures(rounds._replace(accepted_prefix=torch.ones(4000, 3, dtype=torch.bool)))
-    assert calibration.temperatures == [1.0] * 3 and all("same outcome" in note for note in calibration.notes)
+    assert calibration.temperatures == [1.0] * 3 and all("too few of one outcome" in note for note in calibration.notes)
 
 
 def test_slots_that_were_not_verified_do_not_count():

@@ -21,6 +21,7 @@ from .survival import calibrated_confidence, prefix_survival
 TEMPERATURE_GRID = tuple(10.0 ** (step / 100) for step in range(-100, 101))
 # Twenty bins of ten rounds: with fewer, the ECE is mostly noise and so is the temperature that minimises it.
 MIN_ROUNDS = 200
+MIN_OUTCOMES = 10  # Drafts that pass, and that do not: the rarer outcome is what a temperature is fitted to.
 
 
 class ConfidenceRounds(NamedTuple):
@@ -116,7 +117,8 @@ def fit_temperatures(
     Args:
         rounds: Held-out rounds.
         grid: Temperatures to try.
-        min_rounds: A slot seen in fewer rounds than this keeps `T = 1`, and the result says so.
+        min_rounds: A slot seen in fewer rounds than this keeps `T = 1`, and the result says so; so does one whose drafts
+            passed, or failed, fewer than ten times (or than `min_rounds`, where that is less).
         num_bins: Bins of the ECE.
 
     Raises:
@@ -192,8 +194,9 @@ def _fit_slot(
     """The best temperature of one slot and what there is to say about it, from `[N]` rounds that reached it."""
     if len(outcome) < min_rounds:
         return 1.0, f"T = 1: seen in {len(outcome)} rounds, {min_rounds} are needed."
-    if outcome.all() or not outcome.any():
-        return 1.0, f"T = 1: all {len(outcome)} rounds had the same outcome, which no temperature fits."
+    passed = int(outcome.sum())
+    if min(passed, len(outcome) - passed) < min(MIN_OUTCOMES, min_rounds):
+        return 1.0, f"T = 1: {passed} of {len(outcome)} drafts passed, too few of one outcome to fit anything to."
     errors = [_error(survival_before, logits, outcome, temperature, num_bins) for temperature in grid]
     # Among equals the one nearest to 1: no more is changed than helps.
     best = min(range(len(grid)), key=lambda i: (errors[i], abs(np.log(grid[i]))))
