@@ -279,6 +279,15 @@ def interval(values: np.ndarray) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
+def gain(mean: float, base: float, draws: np.ndarray | None = None, base_draws: np.ndarray | None = None) -> str:
+    """By how much one mean is above another, with its interval where there are draws of both."""
+    text = f"{100 * (mean / base - 1):+.1f} %"
+    if draws is None:
+        return text
+    low, high = np.percentile(100 * (draws / base_draws - 1), [2.5, 97.5])
+    return f"{text} ({low:+.1f} to {high:+.1f})"
+
+
 def kinds_table(results: Results, mode: str) -> str:
     variants = results.kinds(MANY)
     names = [variant.name for variant in variants]
@@ -291,12 +300,9 @@ def kinds_table(results: Results, mode: str) -> str:
     for i, variant in enumerate(variants):
         lengths = [results.length(variant.name, mode, task) for task in results.tasks]
         cells = [f"{e.value:.2f} ({e.low:.2f} to {e.high:.2f})" for e in lengths]
-        gain = f"{100 * (means[i] / means[base] - 1):+.1f} %"
-        gains = 100 * (draws[:, i] / draws[:, base] - 1)
-        if i != base:
-            gain += " ({:+.1f} to {:+.1f})".format(*np.percentile(gains, [2.5, 97.5]))
+        over = "" if i == base else gain(means[i], means[base], draws[:, i], draws[:, base])
         parameters = results.done[variant.name]["parameters"] / 1e6
-        cells += [f"**{means[i]:.2f}** ({interval(draws[:, i])})", gain if i != base else ""]
+        cells += [f"**{means[i]:.2f}** ({interval(draws[:, i])})", over]
         lines.append(f"| {LABELS[variant.kind]} | {parameters:.1f} M | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -312,11 +318,8 @@ def gain_table(results: Results, axis: str, values: list[int]) -> str:
             cells = dict.fromkeys(names, "") | {
                 name: f"{mean:.2f} ({interval(draws[:, i])})" for i, (name, mean) in enumerate(zip(trained, means))
             }
-            gain = ""
-            if len(trained) == 2:
-                low, high = np.percentile(100 * (draws[:, 1] / draws[:, 0] - 1), [2.5, 97.5])
-                gain = f"{100 * (means[1] / means[0] - 1):+.1f} % ({low:+.1f} to {high:+.1f})"
-            lines.append(f"| {value} | {temperature or 'greedy'} | {' | '.join(cells.values())} | {gain} |")
+            over = gain(means[1], means[0], draws[:, 1], draws[:, 0]) if len(trained) == 2 else ""
+            lines.append(f"| {value} | {temperature or 'greedy'} | {' | '.join(cells.values())} | {over} |")
     return "\n".join(lines)
 
 
@@ -338,7 +341,7 @@ def after_steps(results: Results, variant: Variant, mode: str) -> str:
     if variant.name not in results.done:
         return " | "
     (base, mean), _ = results.macro([Variant("dflash", steps=variant.steps).name, variant.name], mode)
-    return f"{mean:.2f} | " + ("" if variant.kind == "dflash" else f"{100 * (mean / base - 1):+.1f} %")
+    return f"{mean:.2f} | " + ("" if variant.kind == "dflash" else gain(mean, base))
 
 
 def seeds_table(results: Results) -> str:
@@ -350,7 +353,7 @@ def seeds_table(results: Results) -> str:
                 means, _ = results.macro([dflash.name, markov.name], mode)
                 lines.append(
                     f"| {dflash.steps:,} | {dflash.seed} | {temperature or 'greedy'} | {means[0]:.2f} | {means[1]:.2f} | "
-                    f"{100 * (means[1] / means[0] - 1):+.1f} % |"
+                    f"{gain(means[1], means[0])} |"
                 )
     return "\n".join(lines)
 

@@ -77,11 +77,12 @@ def cache_features(
     from ..training.data import encode_source
     from ..training.features import CachedFeatureDataset, CachePlan
     from ..training.features import cache_features as write_cache
+    from ..training.prompts import thinking_switch
     from .loading import load_target
 
     model, tokenizer = load_target(target, dtype, device, threads)
     config = config_of(drafter, model, target_layer_ids, block_size, normalizers)
-    template = {} if thinking is None else {"enable_thinking": thinking}
+    template = thinking_switch(thinking)
     rows = [row for source in data for row in encode_source(source, model, tokenizer, max_length, split, template)]
     if not rows:
         raise ValueError(f"{', '.join(data)}: no row has a response of two tokens within --max-length.")

@@ -346,7 +346,7 @@ class CachedFeatureDataset(Dataset):
     @torch.no_grad()
     def check_target(self, target: PreTrainedModel) -> None:
         """
-        Compares the features of the longest row's first tokens with the target's own: a name says nothing about weights.
+        Compares the features of the first row's first tokens with the target's own: a name says nothing about weights.
 
         Raises:
             ValueError: when another target made them.

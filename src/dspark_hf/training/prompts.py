@@ -66,6 +66,11 @@ class Conversation:
         return row
 
 
+def thinking_switch(enable_thinking: bool | None) -> dict[str, bool]:
+    """The option of a chat template that has such a switch; `None` leaves it to the template."""
+    return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+
 def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them."""
     return [{name: value for name, value in message.items() if name != "response_ids"} for message in messages]

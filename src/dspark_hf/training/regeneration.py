@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .fast_decoding import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
 from .progress import Progress
-from .prompts import Conversation, Unanswerable, as_conversations, check_same_prompts, without_ids
+from .prompts import Conversation, Unanswerable, as_conversations, check_same_prompts, thinking_switch, without_ids
 from .resumable_lines import ResumableLines
 
 logger = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ class Regenerator(ResponseWriter):
             raise Unanswerable(f"chat template or tokenizer refuse it ({error})") from error
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        thinking = {} if self.settings.enable_thinking is None else {"enable_thinking": self.settings.enable_thinking}
+        thinking = thinking_switch(self.settings.enable_thinking)
         return self.tokenizer.apply_chat_template(
             without_ids(messages), tokenize=False, add_generation_prompt=True, **thinking
         )

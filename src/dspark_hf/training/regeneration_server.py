@@ -22,7 +22,7 @@ from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException
 from typing import Any, NoReturn
 
-from .prompts import Conversation, Unanswerable, without_ids
+from .prompts import Conversation, Unanswerable, thinking_switch, without_ids
 from .regeneration import DEFAULT_MAX_NEW_TOKENS, RegenerationSettings, ResponseWriter, request_seed
 
 logger = logging.getLogger(__name__)
@@ -131,8 +131,8 @@ class ServerRegenerator(ResponseWriter):
             "top_p": settings.top_p,
             "top_k": -1 if settings.top_k == 0 else settings.top_k,
         }
-        if settings.enable_thinking is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": settings.enable_thinking}
+        if thinking := thinking_switch(settings.enable_thinking):
+            fields["chat_template_kwargs"] = thinking
         return {name: value for name, value in fields.items() if value is not None}
 
     def post(self, body: bytes) -> dict[str, Any]:

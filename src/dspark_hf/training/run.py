@@ -29,6 +29,7 @@ from .data import TrainingData, cache_index, is_cache, joined, load_source
 from .draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from .history import CsvLog, training_figure
 from .options import TrainCommand, TrainOptions
+from .prompts import thinking_switch
 from .regeneration import end_token_ids
 from .target_logits import logit_rule
 from .trainer import DSparkTrainer
@@ -191,14 +192,14 @@ def load_data(
     command: TrainCommand, config: DSparkConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[TrainingData, list[int], list[int]]]:
     """Every source with the rows to train on and those held out."""
-    options, thinking = command.options, command.options.enable_thinking
+    options = command.options
     template: dict[str, Any] = command.arguments.chat_template_kwargs or {}  # type: ignore[assignment]  # JSON was read.
     encoding = {
         "target": target,
         "tokenizer": tokenizer,
         "max_length": command.arguments.max_length,
         "split": options.split,
-        "template_options": template if thinking is None else template | {"enable_thinking": thinking},
+        "template_options": template | thinking_switch(options.enable_thinking),
     }
     share = 0.0 if options.eval_data else options.held_out
     sources = [load_source(name, config, **encoding) for name in options.data]
