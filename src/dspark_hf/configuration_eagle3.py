@@ -67,7 +67,7 @@ class Eagle3Config(DSparkConfig):
             yield "layer_types has sliding layers: an EAGLE-3 drafter attends to all of its context."
 
     @classmethod
-    def for_target(cls, target_config: PreTrainedConfig, *, block_size: int = 7, **overrides: Any) -> Eagle3Config:  # type: ignore[override]
+    def for_target(cls, target_config: PreTrainedConfig, *, block_size: int = 7, **overrides: Any) -> Eagle3Config:
         """
         A sensible EAGLE-3 configuration for a decoder-only target, as [`DSparkConfig.for_target`] makes one.
 
@@ -80,4 +80,4 @@ class Eagle3Config(DSparkConfig):
             ValueError: as in [`DSparkConfig.for_target`].
         """
         own = {"num_hidden_layers": 1, "markov_rank": 0, "enable_confidence_head": False}
-        return super().for_target(target_config, block_size=block_size, **(own | overrides))  # type: ignore[return-value]
+        return super().for_target(target_config, block_size=block_size, **(own | overrides))

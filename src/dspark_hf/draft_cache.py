@@ -18,7 +18,7 @@ class DraftCache:
 
     Attributes:
         lengths (`list[int]`): Context tokens held for each row.
-        positions (`torch.LongTensor` of shape `[B, capacity]`): Absolute position of each held token.
+        positions (`torch.Tensor` of shape `[B, capacity]`): Absolute position of each held token.
         num_steps (`int`): Slots of the current block that earlier passes wrote, where a block takes several of them.
     """
 
@@ -38,7 +38,7 @@ class DraftCache:
     def append(
         self,
         key_values: list[tuple[torch.Tensor, torch.Tensor]],
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         counts: list[int] | None = None,
     ) -> None:
         """

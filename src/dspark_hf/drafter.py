@@ -173,7 +173,7 @@ class Drafter(PreTrainedModel):
     # ------------------------------------------------------------------ files
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         pretrained_model_name_or_path: Any,
         *model_args: Any,
@@ -256,7 +256,7 @@ class Drafter(PreTrainedModel):
             if isinstance(module, ModulesToSaveWrapper):
                 module.enable_adapters(enabled=True)
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(
         self,
         save_directory: Any,
         is_main_process: bool = True,
@@ -304,7 +304,7 @@ class Drafter(PreTrainedModel):
             self.push_to_hub(state_dict=state_dict, **hub, **kwargs)
         return written
 
-    def push_to_hub(  # type: ignore[override]
+    def push_to_hub(
         self,
         repo_id: str,
         *,

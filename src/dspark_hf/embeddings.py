@@ -43,7 +43,7 @@ class SharedEmbeddings:
         self._reduced_weight = self._gather_head_rows()
         # What was gathered is a copy; these tell whether it still is what the head and the draft vocabulary hold.
         self._gathered_ids = None if self._reduced_weight is None else draft_token_ids.clone()  # type: ignore[union-attr]
-        self._gathered_from = None if self._reduced_weight is None else lm_head.weight.data_ptr()  # type: ignore[operator]
+        self._gathered_from = None if self._reduced_weight is None else lm_head.weight.data_ptr()
 
     def serves(self, embed_tokens: nn.Module, lm_head: nn.Module, draft_token_ids: torch.Tensor | None) -> bool:
         """Whether this is made of these modules as they are now, and of these draft tokens."""
@@ -52,11 +52,11 @@ class SharedEmbeddings:
         if self._gathered_ids is None or draft_token_ids is None:
             return self.draft_token_ids is None or self.draft_token_ids is draft_token_ids
         same_ids = torch.equal(self._gathered_ids, draft_token_ids.to(self._gathered_ids.device))
-        return same_ids and self._gathered_from == lm_head.weight.data_ptr()  # type: ignore[operator]
+        return same_ids and self._gathered_from == lm_head.weight.data_ptr()
 
-    def embed(self, token_ids: torch.LongTensor, like: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Rows `[..., D]` of `token_ids` `[...]`, on the device and in the dtype of `like`."""
-        token_ids = token_ids.to(_device(self.embed_tokens, token_ids.device))  # type: ignore[assignment]
+        token_ids = token_ids.to(_device(self.embed_tokens, token_ids.device))
         if self.raw_embeddings:
             rows = nn.functional.embedding(token_ids, self.embed_tokens.weight)
         else:

@@ -34,7 +34,7 @@ class SequentialHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def step(
-        self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor, state: torch.Tensor | None
+        self, previous_ids: torch.Tensor, hidden_states: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         One slot.
@@ -61,7 +61,7 @@ class SequentialHead(nn.Module):
         gate = torch.sigmoid(gate)
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
-    def features(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def features(self, previous_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """
         All slots at once, where the token before each slot is known (training, and scoring given drafts).
 
@@ -80,7 +80,7 @@ class SequentialHead(nn.Module):
             features.append(feature)
         return torch.stack(features, dim=-2)
 
-    def forward(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, previous_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The transition bias of every slot given the tokens before them, `[..., G, V_draft]`."""
         return self.markov_w2(self.features(previous_ids, hidden_states))
 

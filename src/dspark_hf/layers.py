@@ -43,7 +43,7 @@ class DSparkRotaryEmbedding(nn.Module):
     def __init__(self, config: DSparkConfig):
         super().__init__()
         self.config = config
-        self.rope_type = config.rope_parameters["rope_type"]  # type: ignore[index]
+        self.rope_type = config.rope_parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         scaled = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
         inv_freq, self.attention_scaling = scaled(config, None)
@@ -64,7 +64,7 @@ class DSparkRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     @dynamic_rope_update
-    def forward(self, hidden_states: torch.Tensor, position_ids: torch.LongTensor) -> RotaryAngles:
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> RotaryAngles:
         """`position_ids` `[B, T]` -> cosines and sines `[B, 1, T, rotary_dim]` in the dtype of `hidden_states`."""
         frequencies = position_ids[..., None].float() * self.inv_freq.float()  # [B, T, rotary_dim / 2]
         angles = torch.cat([frequencies, frequencies], dim=-1).unsqueeze(1)

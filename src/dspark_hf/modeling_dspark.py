@@ -61,7 +61,7 @@ class DSparkDrafter(Drafter):
         self,
         cache: DraftCache,
         context_features: torch.Tensor,
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         counts: list[int] | None = None,
     ) -> None:
         """
@@ -79,10 +79,10 @@ class DSparkDrafter(Drafter):
 
     def forward(
         self,
-        block_ids: torch.LongTensor,
-        position_ids: torch.LongTensor,
+        block_ids: torch.Tensor,
+        position_ids: torch.Tensor,
         context_features: torch.Tensor | None = None,
-        context_position_ids: torch.LongTensor | None = None,
+        context_position_ids: torch.Tensor | None = None,
         attention_mask: Any = None,
         draft_cache: DraftCache | None = None,
         embeddings: SharedEmbeddings | None = None,
@@ -121,10 +121,10 @@ class DSparkDrafter(Drafter):
         loss, metrics = objective(self, hidden_states)
         return DSparkOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
 
-    def _context_key_values(self, features: torch.Tensor, position_ids: torch.LongTensor | None) -> list:
+    def _context_key_values(self, features: torch.Tensor, position_ids: torch.Tensor | None) -> list:
         context = self.project_context(features)  # [B, T, D]
         if position_ids is None:
-            position_ids = torch.arange(context.shape[1], device=context.device)[None]  # type: ignore[assignment]
+            position_ids = torch.arange(context.shape[1], device=context.device)[None]
         angles = self.rotary_emb(context, position_ids)
         return [layer.self_attn.key_values(context, angles) for layer in self.layers]
 

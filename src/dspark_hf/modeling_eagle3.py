@@ -102,9 +102,9 @@ class Eagle3Drafter(Drafter):
     def extend_cache(
         self,
         cache: DraftCache,
-        next_ids: torch.LongTensor,
+        next_ids: torch.Tensor,
         states: torch.Tensor,
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         counts: list[int] | None = None,
         embeddings: SharedEmbeddings | None = None,
     ) -> None:
@@ -125,9 +125,9 @@ class Eagle3Drafter(Drafter):
 
     def step(
         self,
-        token_ids: torch.LongTensor,
+        token_ids: torch.Tensor,
         states: torch.Tensor,
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         cache: DraftCache,
         embeddings: SharedEmbeddings | None = None,
     ) -> torch.Tensor:
@@ -156,8 +156,8 @@ class Eagle3Drafter(Drafter):
 
     def forward(
         self,
-        input_ids: torch.LongTensor,
-        anchor_positions: torch.LongTensor,
+        input_ids: torch.Tensor,
+        anchor_positions: torch.Tensor,
         context_features: torch.Tensor,
         embeddings: SharedEmbeddings | None = None,
         objective: Callable[[Eagle3Drafter, torch.Tensor], tuple[torch.Tensor, dict]] | None = None,

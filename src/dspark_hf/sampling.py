@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 
-def draw(probs: torch.Tensor) -> torch.LongTensor:
+def draw(probs: torch.Tensor) -> torch.Tensor:
     """One token id per row of `probs` `[..., V]`, `[...]`. Rows need not be normalised."""
     flat = probs.reshape(-1, probs.shape[-1])
-    return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])  # type: ignore[return-value]
+    return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])
 
 
 def drafting_law(scores: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def drafting_law(scores: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(~is_possible, 0.0).softmax(-1)
 
 
-def passes(draft_ids: torch.LongTensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.BoolTensor:
+def passes(draft_ids: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
     """
     The acceptance test of each draft, on its own.
 
@@ -42,7 +42,7 @@ def passes(draft_ids: torch.LongTensor, draft_probs: torch.Tensor, target_probs:
     """
     q = draft_probs.gather(-1, draft_ids[..., None]).squeeze(-1)
     p = target_probs.gather(-1, draft_ids[..., None]).squeeze(-1)
-    return torch.rand_like(q) * q < p  # type: ignore[return-value]
+    return torch.rand_like(q) * q < p
 
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -55,14 +55,12 @@ def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Ten
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, target_probs)
 
 
-def leading_true(mask: torch.BoolTensor) -> torch.LongTensor:
+def leading_true(mask: torch.Tensor) -> torch.Tensor:
     """Length of the leading run of True along the last dimension: `[..., G]` -> `[...]`."""
-    return mask.long().cumprod(-1).sum(-1)  # type: ignore[return-value]
+    return mask.long().cumprod(-1).sum(-1)
 
 
-def verify_greedy(
-    draft_ids: torch.LongTensor, target_ids: torch.LongTensor
-) -> tuple[torch.LongTensor, torch.LongTensor]:
+def verify_greedy(draft_ids: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Greedy acceptance.
 
@@ -73,13 +71,13 @@ def verify_greedy(
     Returns:
         `num_accepted` `[B]` and the token that follows them `[B]` (the target's correction, or the bonus token).
     """
-    num_accepted = leading_true(draft_ids == target_ids[:, :-1])  # type: ignore[arg-type]
-    return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1)  # type: ignore[return-value]
+    num_accepted = leading_true(draft_ids == target_ids[:, :-1])
+    return num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1)
 
 
 def verify_sampled(
-    draft_ids: torch.LongTensor, draft_probs: torch.Tensor, target_probs: torch.Tensor
-) -> tuple[torch.LongTensor, torch.LongTensor]:
+    draft_ids: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Rejection sampling.
 

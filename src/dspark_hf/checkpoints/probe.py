@@ -95,7 +95,7 @@ def probe_layout(
         for anchor in range(prompt.shape[1], sequence.shape[1] - 1):
             held = cache.lengths[0]
             positions = torch.arange(held, anchor, device=drafter.device)[None]
-            drafter.extend_cache(cache, features[:, held:anchor], positions)  # type: ignore[arg-type]
+            drafter.extend_cache(cache, features[:, held:anchor], positions)
             hidden_states = _block_hidden_states(drafter, target, sequence[:, anchor], anchor, cache)
             for layout, found in matches.items():
                 predicting = hidden_states if layout else hidden_states[:, 1:]
@@ -120,7 +120,7 @@ def _block_hidden_states(
     block_ids = torch.full((1, config.block_size), config.mask_token_id, device=anchor_ids.device)
     block_ids[:, 0] = anchor_ids
     positions = anchor + torch.arange(config.block_size, device=anchor_ids.device)[None]
-    output = drafter(block_ids, positions, draft_cache=cache, embeddings=drafter.bind(target))  # type: ignore[arg-type]
+    output = drafter(block_ids, positions, draft_cache=cache, embeddings=drafter.bind(target))
     return output.last_hidden_state
 
 
@@ -133,7 +133,7 @@ def _greedy_drafts(
     for slot in range(base_logits.shape[1]):
         scores = base_logits[:, slot]
         if (head := drafter.markov_head) is not None:
-            step, state = head.step(previous, hidden_states[:, slot], state)  # type: ignore[arg-type]
+            step, state = head.step(previous, hidden_states[:, slot], state)
             scores = scores + head.markov_w2(step)
         previous = scores.argmax(-1)
         if drafter.draft_token_ids is not None:

@@ -61,8 +61,8 @@ class StopWhen(StoppingCriteria):
     def __init__(self, stop: threading.Event):
         self.stop = stop
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        return torch.full((len(input_ids),), self.stop.is_set(), device=input_ids.device)  # type: ignore[return-value]
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.stop.is_set(), device=input_ids.device)
 
 
 class ChatSession:

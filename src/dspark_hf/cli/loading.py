@@ -91,4 +91,4 @@ def default_device() -> str:
     """An accelerator, where there is one."""
     import torch
 
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"

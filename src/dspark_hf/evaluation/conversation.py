@@ -36,14 +36,14 @@ class Conversation:
         self.token_ids: list[int] = []
         self._template_kwargs = {"enable_thinking": False} | template_kwargs
 
-    def ask(self, text: str) -> torch.LongTensor:
+    def ask(self, text: str) -> torch.Tensor:
         """Adds a user's turn. Returns the whole prompt, `[1, P]`."""
         self.messages.append({"role": "user", "content": text})
         if not self.token_ids:
             self.token_ids = self._encode(self._render(self.messages))
         else:
             self.token_ids = self.token_ids + self._encode(self._after_answer())
-        return torch.tensor([self.token_ids])  # type: ignore[return-value]
+        return torch.tensor([self.token_ids])
 
     def add_answer(self, output_ids: torch.Tensor) -> str:
         """

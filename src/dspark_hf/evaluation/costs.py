@@ -113,7 +113,7 @@ def drafting_seconds(
     for _ in range(2 + num_repeats):
         synchronize(target.device)
         started = time.perf_counter()
-        generator.draft(ids, [drafter.config.num_draft_tokens] * num_rows)  # type: ignore[arg-type]
+        generator.draft(ids, [drafter.config.num_draft_tokens] * num_rows)
         generator.observe(list(features[:, :_COMMITTED]), [_COMMITTED] * num_rows)
         synchronize(target.device)
         times.append(time.perf_counter() - started)

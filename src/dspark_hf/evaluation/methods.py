@@ -190,7 +190,7 @@ class DFlashView(nn.Module):
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor,
+        position_ids: torch.Tensor,
         attention_mask: Any = None,
         cache: Any = None,
         past_key_values: Any = None,

@@ -92,7 +92,7 @@ def profiled(target: PreTrainedModel) -> Iterator[RoundProfile]:
         stack.enter_context(_patched(DSparkCandidateGenerator, "draft", clock.counting_from))
         stack.enter_context(_patched(TargetPass, "__init__", clock.pausing_at))
         forward = target.forward
-        target.forward = clock.timing("target pass", forward)  # type: ignore[method-assign]
+        target.forward = clock.timing("target pass", forward)
         stack.callback(_restore_forward, target, forward)
         yield profile
     profile.seconds |= clock.seconds
@@ -185,4 +185,4 @@ def _restore_forward(target: PreTrainedModel, forward: Callable) -> None:
     if getattr(forward, "__self__", None) is target:
         del target.forward  # the class's own again
     else:
-        target.forward = forward  # type: ignore[method-assign]
+        target.forward = forward

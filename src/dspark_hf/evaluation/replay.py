@@ -96,7 +96,7 @@ def replay(
     if not len(positions):
         return Replay(0, 0.0, [0.0] * num_drafts, [0.0] * num_drafts)
     features = features or target_features(target, drafter.config, input_ids)
-    anchors = Anchors(positions[None], torch.ones_like(positions, dtype=torch.bool)[None])  # type: ignore[arg-type]
+    anchors = Anchors(positions[None], torch.ones_like(positions, dtype=torch.bool)[None])
     logits = teacher_forced_logits(drafter, target, input_ids, features.context_features, anchors)  # [1, A, J, V_draft]
     at = draft_positions(anchors, num_drafts)  # [1, A, J]
     labels = gather_positions(input_ids, at + 1)
@@ -109,7 +109,7 @@ def replay(
 def teacher_forced_logits(
     drafter: Drafter,
     target: PreTrainedModel,
-    input_ids: torch.LongTensor | torch.Tensor,
+    input_ids: torch.Tensor,
     context_features: torch.Tensor,
     anchors: Anchors,
 ) -> torch.Tensor:

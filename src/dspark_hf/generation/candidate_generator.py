@@ -30,7 +30,7 @@ class Draft(NamedTuple):
         wanted: Which rows were to draft at all: drafting pauses where it does not pay. Empty for all.
     """
 
-    ids: torch.LongTensor
+    ids: torch.Tensor
     probs: torch.Tensor | None
     confidence: torch.Tensor | None
     lengths: list[int]
@@ -40,7 +40,7 @@ class Draft(NamedTuple):
         """What is sent to the target for one row, `[1, lengths[row]]`."""
         length = self.lengths[row]
         return Draft(
-            self.ids[row : row + 1, :length],  # type: ignore[arg-type]
+            self.ids[row : row + 1, :length],
             None if self.probs is None else self.probs[row : row + 1, :length],
             None if self.confidence is None else self.confidence[row : row + 1],
             [length],
@@ -50,7 +50,7 @@ class Draft(NamedTuple):
 
 def no_draft(num_rows: int = 1, wanted: Sequence[bool] = ()) -> Draft:
     """A draft of nothing: the round is a step of plain decoding."""
-    return Draft(torch.zeros(num_rows, 0, dtype=torch.long), None, None, [0] * num_rows, wanted)  # type: ignore[arg-type]
+    return Draft(torch.zeros(num_rows, 0, dtype=torch.long), None, None, [0] * num_rows, wanted)
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -130,12 +130,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.drafter.extend_cache(self.cache, features, self._next_positions(features.shape[1]), counts)
         self._pending = [[] for _ in rows]
 
-    def settle(self, input_ids: Sequence[torch.LongTensor]) -> DraftCache:
+    def settle(self, input_ids: Sequence[torch.Tensor]) -> DraftCache:
         """The draft cache over all tokens of each row `[1, L_row]` but the last, for whoever goes on from there."""
         self.catch_up()
         return self.cache
 
-    def observe_prompt(self, context_features: torch.Tensor, attended: torch.BoolTensor | None) -> None:
+    def observe_prompt(self, context_features: torch.Tensor, attended: torch.Tensor | None) -> None:
         """
         Takes in prompt features without padding.
 
@@ -145,7 +145,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         rows = list(context_features)
         if attended is not None:
-            attended = attended.to(context_features.device)  # type: ignore[assignment]
+            attended = attended.to(context_features.device)
             rows = [row[keep] for row, keep in zip(rows, attended, strict=True)]
         self.observe(rows, [len(row) for row in rows])
 
@@ -157,7 +157,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.logits_processors = [self.logits_processors[row] for row in rows]
         self._pending = [self._pending[row] for row in rows]
 
-    def draft(self, input_ids: Sequence[torch.LongTensor], max_drafts: Sequence[int]) -> Draft:
+    def draft(self, input_ids: Sequence[torch.Tensor], max_drafts: Sequence[int]) -> Draft:
         """
         Drafts the tokens that follow each row.
 
@@ -176,18 +176,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._lengths = draft.lengths if num_drafts > 0 or not any(wanted) else None
         return draft
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, torch.Tensor | None]:
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         The interface of transformers' assisted generation: `input_ids` with the drafts appended, and their log
         probabilities `[B, G, V]` (`None` for greedy drafts). Context is what was given to
         [`~DSparkCandidateGenerator.observe`].
         """
-        draft = self.draft(input_ids.split(1), [self.num_draft_tokens] * len(input_ids))  # type: ignore[arg-type]
+        draft = self.draft(input_ids.split(1), [self.num_draft_tokens] * len(input_ids))
         kept = draft.ids[:, : max(draft.lengths)].to(input_ids.device)
         log_probs = None if draft.probs is None else draft.probs[:, : kept.shape[1]].log()
-        return torch.cat([input_ids, kept], dim=1), log_probs  # type: ignore[return-value]
+        return torch.cat([input_ids, kept], dim=1), log_probs
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to adapt: draft lengths come from the settings and the confidence of each round."""
 
     # ------------------------------------------------------------------ stages
@@ -196,9 +196,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Which rows draft in the coming round."""
         return [True] * len(self.rows) if self.backoff is None else self.backoff.wants_drafts(self.rows)
 
-    def _draft(self, input_ids: Sequence[torch.LongTensor], num_drafts: int, max_drafts: Sequence[int]) -> Draft:
+    def _draft(self, input_ids: Sequence[torch.Tensor], num_drafts: int, max_drafts: Sequence[int]) -> Draft:
         """One block, its drafts drawn and scheduled."""
-        input_ids = [ids.to(self.drafter.device) for ids in input_ids]  # type: ignore[misc]
+        input_ids = [ids.to(self.drafter.device) for ids in input_ids]
         anchor_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
         hidden_states = self._block_hidden_states(anchor_ids, num_drafts)  # [B, G, D]
         base_logits = self.drafter.base_logits(hidden_states, self.embeddings)  # [B, G, V_draft]
@@ -206,11 +206,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self._head.begin_block(hidden_states)
         return self._sequential_stage(input_ids, hidden_states, base_logits, max_drafts)
 
-    def _next_positions(self, num_tokens: int) -> torch.LongTensor:
+    def _next_positions(self, num_tokens: int) -> torch.Tensor:
         """Absolute positions of the `num_tokens` tokens after each row's context, `[B, num_tokens]`."""
         starts = [length + first for length, first in zip(self.cache.lengths, self.first_positions, strict=True)]
         starts = torch.tensor(starts, device=self.drafter.device)
-        return starts[:, None] + torch.arange(num_tokens, device=starts.device)  # type: ignore[return-value]
+        return starts[:, None] + torch.arange(num_tokens, device=starts.device)
 
     def _block_hidden_states(self, anchor_ids: torch.Tensor, num_drafts: int) -> torch.Tensor:
         """One backbone pass over `[anchor, MASK, ...]`; the slots that predict, as far as they are needed."""
@@ -228,7 +228,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _sequential_stage(
         self,
-        input_ids: Sequence[torch.LongTensor],
+        input_ids: Sequence[torch.Tensor],
         hidden_states: torch.Tensor,
         base_logits: torch.Tensor,
         max_drafts: Sequence[int],
@@ -248,7 +248,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                     break
             scores = base_logits[:, slot]
             if self._head is not None:
-                scores = self._head(previous_ids[:, None], scores)  # type: ignore[arg-type]
+                scores = self._head(previous_ids[:, None], scores)
             if not is_reduced:
                 scores = self._over_full_vocabulary(scores, float("-inf"))
             scores = warp(scores)
@@ -264,7 +264,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         stacked = torch.stack(confidence, dim=1) if confidence else None
         useful = [min(length, len(ids)) for length in max_drafts]
         return Draft(
-            torch.stack(ids, dim=1) if ids else previous_ids.new_zeros(len(previous_ids), 0),  # type: ignore[arg-type]
+            torch.stack(ids, dim=1) if ids else previous_ids.new_zeros(len(previous_ids), 0),
             self._laws(probs, is_reduced),
             stacked,
             self.scheduler.schedule(stacked, useful, self.rows),
@@ -273,7 +273,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _confidence(self, slot: int, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """Calibrated `c_k` of one slot, `[B]`."""
         embeddings = self.drafter.markov_head.markov_w1(previous_ids) if self.drafter.markov_head else None
-        logits = self.drafter.confidence_head(hidden_states, embeddings)  # type: ignore[misc]
+        logits = self.drafter.confidence_head(hidden_states, embeddings)
         temperatures = self.drafter.config.confidence_temperatures
         return calibrated_confidence(logits[:, None], temperatures[slot : slot + 1] if temperatures else None)[:, 0]
 

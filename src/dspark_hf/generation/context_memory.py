@@ -21,12 +21,12 @@ from .target_pass import TargetPass
 _memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref, torch.Tensor, DraftCache]] = weakref.WeakKeyDictionary()
 
 
-def remember(cache: Cache, drafter: Drafter, token_ids: torch.LongTensor, draft_cache: DraftCache) -> None:
+def remember(cache: Cache, drafter: Drafter, token_ids: torch.Tensor, draft_cache: DraftCache) -> None:
     """Keeps the draft cache of a finished call of one row for the next with the same target cache; `token_ids` `[1, T]`."""
     _memories[cache] = (weakref.ref(drafter), token_ids.clone(), draft_cache)
 
 
-def recall(cache: Cache, drafter: Drafter, token_ids: torch.LongTensor) -> DraftCache | None:
+def recall(cache: Cache, drafter: Drafter, token_ids: torch.Tensor) -> DraftCache | None:
     """The draft cache over exactly `token_ids` `[1, T]`, if an earlier call with this target cache left one."""
     owner, known_ids, draft_cache = _memories.pop(cache, (None, None, None))
     if owner is None or owner() is not drafter or known_ids is None or draft_cache is None:
@@ -41,7 +41,7 @@ def recall(cache: Cache, drafter: Drafter, token_ids: torch.LongTensor) -> Draft
     return draft_cache
 
 
-def prepare_context(target: TargetPass, generator: DSparkCandidateGenerator, input_ids: torch.LongTensor) -> None:
+def prepare_context(target: TargetPass, generator: DSparkCandidateGenerator, input_ids: torch.Tensor) -> None:
     """Gives the drafter what can be had of the tokens in the target's cache, before the prompt is fed."""
     past_length = target.past_length
     if past_length == 0:
@@ -51,8 +51,8 @@ def prepare_context(target: TargetPass, generator: DSparkCandidateGenerator, inp
         generator.first_positions = [past_length] * len(input_ids) if real is None else real.sum(1).tolist()
         return
     prefix = input_ids[:, :past_length]
-    recalled = recall(target.cache, generator.drafter, prefix) if len(prefix) == 1 else None  # type: ignore[arg-type]
+    recalled = recall(target.cache, generator.drafter, prefix) if len(prefix) == 1 else None
     if recalled is not None:
         generator.cache = recalled
     else:
-        generator.observe_prompt(target.recompute_features(prefix), real)  # type: ignore[arg-type]
+        generator.observe_prompt(target.recompute_features(prefix), real)

@@ -30,18 +30,18 @@ class Eagle3LogitsProcessor(LogitsProcessor):
         self.drafter = drafter
         self.embeddings = embeddings
 
-    def begin_chain(self, states: torch.Tensor, position_ids: torch.LongTensor, cache: DraftCache) -> None:
+    def begin_chain(self, states: torch.Tensor, position_ids: torch.Tensor, cache: DraftCache) -> None:
         """Starts from the fused states `[B, D]` before the anchors, at `position_ids` `[B]`, behind the context in `cache`."""
         self._states, self._position_ids, self._cache = states, position_ids, cache
         cache.num_steps = 0
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """`input_ids` `[B, L]`, of which the last token counts; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
         drafter, step = self.drafter, self._cache.num_steps
         self._states = drafter.step(
-            input_ids[:, -1],  # type: ignore[arg-type]
+            input_ids[:, -1],
             self._states,
-            self._position_ids + step,  # type: ignore[arg-type]
+            self._position_ids + step,
             self._cache,
             self.embeddings,
         )
@@ -62,7 +62,7 @@ class Eagle3CandidateGenerator(DSparkCandidateGenerator):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._head = Eagle3LogitsProcessor(self.drafter, self.embeddings)  # type: ignore[assignment]
+        self._head = Eagle3LogitsProcessor(self.drafter, self.embeddings)
         # Of each row the fused states of final tokens that are not in the cache, [n, D].
         empty = self.drafter.fc.weight.new_zeros(0, self.drafter.config.hidden_size)
         self._states = [empty for _ in self.rows]
@@ -79,25 +79,25 @@ class Eagle3CandidateGenerator(DSparkCandidateGenerator):
         super().keep_rows(rows)
         self._states = [self._states[row] for row in rows]
 
-    def settle(self, input_ids: Sequence[torch.LongTensor]) -> DraftCache:
+    def settle(self, input_ids: Sequence[torch.Tensor]) -> DraftCache:
         self.catch_up()
         self._skip_tokens_without_id(input_ids)
         self._extend_cache(input_ids, [len(states) for states in self._states])
         return self.cache
 
-    def _draft(self, input_ids: Sequence[torch.LongTensor], num_drafts: int, max_drafts: Sequence[int]) -> Draft:
+    def _draft(self, input_ids: Sequence[torch.Tensor], num_drafts: int, max_drafts: Sequence[int]) -> Draft:
         self.catch_up()
         self._skip_tokens_without_id(input_ids)
-        input_ids = [ids.to(self.drafter.device) for ids in input_ids]  # type: ignore[misc]
+        input_ids = [ids.to(self.drafter.device) for ids in input_ids]
         self._extend_cache(input_ids, [len(states) - 1 for states in self._states])
         states = torch.cat(self._states)  # [B, D]
-        self._head.begin_chain(states, self._next_positions(1)[:, 0], self.cache)  # type: ignore[union-attr]
+        self._head.begin_chain(states, self._next_positions(1)[:, 0], self.cache)
         zeros = states.new_zeros((), dtype=torch.float32).expand(
             len(states), num_drafts, self.drafter.config.logits_size
         )
         return self._sequential_stage(input_ids, states[:, None], zeros, max_drafts)
 
-    def _extend_cache(self, input_ids: Sequence[torch.LongTensor], counts: list[int]) -> None:
+    def _extend_cache(self, input_ids: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Moves the first `counts` states of each row into the cache; the row's last tokens are those after its states."""
         if not any(counts):
             return
@@ -110,7 +110,7 @@ class Eagle3CandidateGenerator(DSparkCandidateGenerator):
         positions = self._next_positions(max(counts))
         self.drafter.extend_cache(
             self.cache,
-            pad(following, batch_first=True),  # type: ignore[arg-type]
+            pad(following, batch_first=True),
             pad(moved, batch_first=True),
             positions,
             counts,
@@ -118,7 +118,7 @@ class Eagle3CandidateGenerator(DSparkCandidateGenerator):
         )
         self._states = [states[count:] for states, count in zip(self._states, counts, strict=True)]
 
-    def _skip_tokens_without_id(self, input_ids: Sequence[torch.LongTensor]) -> None:
+    def _skip_tokens_without_id(self, input_ids: Sequence[torch.Tensor]) -> None:
         """A prompt given as embeddings has states whose next token is unknown: the context starts behind them."""
         for row, (ids, states) in enumerate(zip(input_ids, self._states, strict=True)):
             if (num_unknown := len(states) - ids.shape[1]) > 0:

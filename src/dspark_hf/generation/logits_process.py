@@ -55,10 +55,10 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
         self._state: torch.Tensor | None = None
         self._slot = 0
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """`input_ids` `[B, L]`, of which the last token counts; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
         features, self._state = self.head.step(
-            input_ids[:, -1],  # type: ignore[arg-type]
+            input_ids[:, -1],
             self._hidden_states[:, self._slot],
             self._state,
         )
@@ -90,9 +90,9 @@ class DraftWarper:
             return scores
         if self._together:
             no_ids = torch.zeros(len(scores), 0, dtype=torch.long, device=scores.device)
-            return self._processors[0](no_ids, scores)  # type: ignore[arg-type]
+            return self._processors[0](no_ids, scores)
         rows = zip(self._processors, self._sequences, scores.split(1), strict=True)
-        return torch.cat([processors(ids, row) for processors, ids, row in rows])  # type: ignore[arg-type]
+        return torch.cat([processors(ids, row) for processors, ids, row in rows])
 
     def append(self, token_ids: torch.Tensor) -> None:
         """Adds the token drawn in each row, `[B]`."""

@@ -34,7 +34,7 @@ from .token_choice import TokenChoice
 @torch.no_grad()
 def dspark_generate(
     model: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -45,7 +45,7 @@ def dspark_generate(
     verify_scheduler: VerifyScheduler | str | None = None,
     drafting_backoff: bool | None = None,
     **model_kwargs: Any,
-) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """
     Decodes with a DSpark drafter. A `custom_generate` callable: transformers prepares the arguments.
 
@@ -96,7 +96,7 @@ def dspark_generate(
             want_confidence=recorder is not None,
         )
         prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
-        outputs = [Output(row, stopping_criteria, generation_config, streamer) for row in input_ids.split(1)]  # type: ignore
+        outputs = [Output(row, stopping_criteria, generation_config, streamer) for row in input_ids.split(1)]
 
         # 1. The prompts: their features become the drafter's context, their last logits give the first anchors.
         started = time.perf_counter()
@@ -140,7 +140,7 @@ def dspark_generate(
             rows = drop_finished(rows, outputs, generator, target)
         if num_rows == 1 and outputs[0].ids.shape[1] == prompt.past_length + 1:  # The ids are those of the whole cache.
             ids = outputs[0].ids
-            remember(prompt.cache, base, ids[:, :-1], generator.settle([ids]))  # type: ignore[arg-type]
+            remember(prompt.cache, base, ids[:, :-1], generator.settle([ids]))
         return assemble(outputs, pad_token_of(generation_config), target.finish())
     finally:
         if prompt is not None:

@@ -33,7 +33,7 @@ class Output:
 
     def __init__(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
@@ -97,7 +97,7 @@ class Output:
 
     def _append(self, tokens: torch.Tensor, choice: TokenChoice, start: int, end: int) -> None:
         """Adds `tokens` `[B, end - start]`, chosen at slots `start..end-1` of the round."""
-        self.ids = torch.cat([self.ids, tokens], dim=1)  # type: ignore[assignment]
+        self.ids = torch.cat([self.ids, tokens], dim=1)
         if self.scores is not None:
             self.scores += tuple(choice.scores_at(slot) for slot in range(start, end))
         if self.logits is not None:
@@ -131,7 +131,7 @@ class Output:
                 )
 
 
-def assemble(outputs: list[Output], pad_token_id: int, cache: Any) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+def assemble(outputs: list[Output], pad_token_id: int, cache: Any) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """
     What plain `generate` returns for these rows.
 
@@ -144,7 +144,7 @@ def assemble(outputs: list[Output], pad_token_id: int, cache: Any) -> torch.Long
     """
     longest = max(output.ids.shape[1] for output in outputs)
     padded = [torch.nn.functional.pad(o.ids, (0, longest - o.ids.shape[1]), value=pad_token_id) for o in outputs]
-    sequences: torch.LongTensor = torch.cat(padded)  # type: ignore[assignment]
+    sequences = torch.cat(padded)
     if not outputs[0].returns_dict:
         return sequences
     return GenerateDecoderOnlyOutput(
@@ -161,10 +161,10 @@ def _stacked(rows: list[tuple | None]) -> tuple | None:
     """One entry a step with the rows along the batch axis, from each row's entries."""
     if rows[0] is None or len(rows) == 1:
         return rows[0]
-    longest = max(rows, key=len)  # type: ignore[arg-type]
+    longest = max(rows, key=len)
     steps = []
     for step, like in enumerate(longest):
-        present = [row[step] if step < len(row) else None for row in rows]  # type: ignore[index, arg-type]
+        present = [row[step] if step < len(row) else None for row in rows]
         if isinstance(like, tuple):  # One tensor a layer.
             steps.append(
                 tuple(_rows_of([None if p is None else p[i] for p in present], like[i]) for i in range(len(like)))

@@ -52,14 +52,14 @@ def register() -> None:
         return _generate_with_drafter(current, self, drafter, args, kwargs)
 
     setattr(generate, _ORIGINAL, current)
-    GenerationMixin.generate = generate  # type: ignore[method-assign]
+    GenerationMixin.generate = generate
 
 
 def unregister() -> None:
     """Gives transformers its own `generate` back."""
     original = getattr(GenerationMixin.generate, _ORIGINAL, None)
     if original is not None:
-        GenerationMixin.generate = original  # type: ignore[method-assign]
+        GenerationMixin.generate = original
 
 
 def unwrap_drafter(model: Any) -> Drafter | None:
@@ -225,7 +225,7 @@ def extended_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any], 
     model_kwargs = dict(model_kwargs)
     if num_new_tokens == 0:
         return model_kwargs
-    update = model._update_model_kwargs_for_generation  # type: ignore[operator]
+    update = model._update_model_kwargs_for_generation
     # Several tokens at once would take the types of as many prompt tokens, and overridden updates know only of one.
     is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
     at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1

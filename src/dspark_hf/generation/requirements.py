@@ -30,7 +30,7 @@ _OTHER_METHODS = {
 }
 
 
-def check_call(model: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig) -> None:
+def check_call(model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig) -> None:
     """
     Refuses calls that this loop has no exact answer for.
 

@@ -133,7 +133,7 @@ class RowCache(Cache):
         lengths (`list[int]`): Columns in use of each row, padding counted.
     """
 
-    def __init__(self, prompt_cache: Cache, attended: torch.BoolTensor | None):
+    def __init__(self, prompt_cache: Cache, attended: torch.Tensor | None):
         num_columns = int(prompt_cache.get_seq_length())
         layers = [
             RowLayer(layer.keys[:, :, :num_columns], layer.values[:, :, :num_columns], num_columns)
@@ -144,7 +144,7 @@ class RowCache(Cache):
         self.lengths = [num_columns] * num_rows
         device = layers[0].keys.device
         if attended is None:
-            attended = torch.ones(num_rows, num_columns, dtype=torch.bool, device=device)  # type: ignore[assignment]
+            attended = torch.ones(num_rows, num_columns, dtype=torch.bool, device=device)
         self.key_mask = attended.to(device)
 
     def plan(self, counts: list[int]) -> RowPlan:

@@ -76,7 +76,7 @@ class RowsTargetPass:
         self._rows = list(range(len(self.cache.lengths)))
         self._ended: dict[int, list] = {}
 
-    def verify(self, input_ids: list[torch.LongTensor], draft_ids: list[torch.LongTensor]) -> list[TargetOutput]:
+    def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
         """
         Feeds each row's anchor and drafts.
 

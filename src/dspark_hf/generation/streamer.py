@@ -112,7 +112,7 @@ class DraftTintStreamer(BaseStreamer):
     def _pending_text(self) -> str:
         before = self.tokenizer.decode(self._token_ids[: self._num_printed], **self.decode_kwargs)
         after = self.tokenizer.decode(self._token_ids, **self.decode_kwargs)
-        return after[len(before) :]  # type: ignore[index]
+        return after[len(before) :]
 
 
 def wants_color(file: TextIO) -> bool:

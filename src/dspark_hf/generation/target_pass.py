@@ -28,7 +28,7 @@ class TargetOutput(NamedTuple):
     logits: torch.Tensor
     context_features: torch.Tensor
     raw: Any
-    attended: torch.BoolTensor | None = None
+    attended: torch.Tensor | None = None
 
 
 class TargetPass:
@@ -76,7 +76,7 @@ class TargetPass:
 
     # ------------------------------------------------------------------ passes
 
-    def prefill(self, input_ids: torch.LongTensor) -> Iterator[TargetOutput]:
+    def prefill(self, input_ids: torch.Tensor) -> Iterator[TargetOutput]:
         """
         Feeds what the cache does not hold yet, in one pass or in chunks of `prefill_chunk_size`.
 
@@ -109,7 +109,7 @@ class TargetPass:
         self.cache.activate_past_recording()
         self._end_pass(num_fed=1, num_committed=1)
 
-    def verify(self, input_ids: list[torch.LongTensor], draft_ids: list[torch.LongTensor]) -> list[TargetOutput]:
+    def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
         """
         Feeds the anchor and its drafts, of one row.
 
@@ -155,7 +155,7 @@ class TargetPass:
         for layer in self._recording:
             layer.record_past = False
 
-    def recompute_features(self, input_ids: torch.LongTensor) -> torch.Tensor:
+    def recompute_features(self, input_ids: torch.Tensor) -> torch.Tensor:
         """
         Features of a prefix that only the cache has seen, `[B, T, m * D_target]`, at the price of a pass over it.
 
@@ -166,12 +166,12 @@ class TargetPass:
         kwargs = self._kwargs_of_first(length, total or length) | {"use_cache": False, CACHE_KEY: None}
         return self._forward(input_ids, length, 1, kwargs, is_first_iteration=True).context_features
 
-    def attended_columns(self, start: int, end: int) -> torch.BoolTensor | None:
+    def attended_columns(self, start: int, end: int) -> torch.Tensor | None:
         """Which of the prompt's columns `start..end-1` are no padding, `[B, end - start]`; `None` for all."""
         mask = self.model_kwargs.get("attention_mask")
         return None if mask is None else mask[:, start:end].bool()
 
-    def holds_prefix_of(self, input_ids: torch.LongTensor) -> bool:
+    def holds_prefix_of(self, input_ids: torch.Tensor) -> bool:
         """Whether `input_ids` starts with the tokens in the cache; otherwise it holds new tokens only."""
         if self.model_kwargs.get("inputs_embeds") is not None:
             return True

@@ -37,24 +37,24 @@ class TokenChoice:
         self._draft_probs = None if draft.probs is None else draft.probs[:, : self.num_slots - 1].to(logits.device)
         self._scores: list[torch.Tensor] = []
 
-    def all_tokens(self) -> torch.LongTensor:
+    def all_tokens(self) -> torch.Tensor:
         """The tokens of the round at once, `[1, N]`: drafts that pass and the one that follows. Row-wise processors only."""
         scores = self._logits
         if self._processor:
             flat = scores.reshape(-1, scores.shape[-1]).clone()
             no_ids = self._draft_ids.new_zeros(len(flat), 0)
-            scores = self._processor(no_ids, flat).view_as(scores)  # type: ignore[arg-type]
+            scores = self._processor(no_ids, flat).view_as(scores)
         self._scores = list(scores.unbind(1))
         if not self._do_sample:
-            accepted, follow = verify_greedy(self._draft_ids, scores.argmax(-1))  # type: ignore[arg-type]
+            accepted, follow = verify_greedy(self._draft_ids, scores.argmax(-1))
         else:
             probs = scores.softmax(-1)
             draft_probs = self._draft_probs if self._draft_probs is not None else probs[:, :0]
-            accepted, follow = verify_sampled(self._draft_ids, draft_probs, probs)  # type: ignore[arg-type]
+            accepted, follow = verify_sampled(self._draft_ids, draft_probs, probs)
         self.num_accepted = int(accepted[0])
-        return torch.cat([self._draft_ids[:, : self.num_accepted], follow[:, None]], dim=1)  # type: ignore[return-value]
+        return torch.cat([self._draft_ids[:, : self.num_accepted], follow[:, None]], dim=1)
 
-    def one_by_one(self, current_ids: Callable[[], torch.LongTensor]) -> Iterator[torch.LongTensor]:
+    def one_by_one(self, current_ids: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
         """
         The tokens of the round, each chosen only once the one before it is committed.
 
@@ -62,7 +62,7 @@ class TokenChoice:
             current_ids: Gives all tokens committed so far, `[1, L]`, when called.
         """
         for slot in range(self.num_slots):
-            scores = self._processor(current_ids(), self._logits[:, slot].clone())  # type: ignore[arg-type]
+            scores = self._processor(current_ids(), self._logits[:, slot].clone())
             self._scores.append(scores)
             accepted, token_ids = self._verify_slot(slot, scores)
             self.num_accepted += accepted
@@ -78,17 +78,17 @@ class TokenChoice:
         """The target's raw logits `[B, V]` at `slot`."""
         return self._logits[:, slot].clone()
 
-    def _verify_slot(self, slot: int, scores: torch.Tensor) -> tuple[bool, torch.LongTensor]:
+    def _verify_slot(self, slot: int, scores: torch.Tensor) -> tuple[bool, torch.Tensor]:
         """Whether the draft at `slot` passes, and the token there: the draft, or the target's own."""
         has_draft = slot < self.num_slots - 1
         if not self._do_sample:
-            chosen: torch.LongTensor = scores.argmax(-1)  # type: ignore[assignment]
+            chosen = scores.argmax(-1)
             return has_draft and bool(chosen == self._draft_ids[:, slot]), chosen
         probs = scores.softmax(-1)
         if not has_draft:
             return False, draw(probs)
         assert self._draft_probs is not None
         draft_ids, draft_probs = self._draft_ids[:, slot], self._draft_probs[:, slot]
-        if bool(passes(draft_ids, draft_probs, probs)):  # type: ignore[arg-type]
-            return True, draft_ids  # type: ignore[return-value]
+        if bool(passes(draft_ids, draft_probs, probs)):
+            return True, draft_ids
         return False, draw(residual(probs, draft_probs))

@@ -37,10 +37,10 @@ def prefix_survival(confidence: torch.Tensor) -> torch.Tensor:
     return confidence.double().cumprod(-1)
 
 
-def confident_lengths(confidence: torch.Tensor, threshold: float) -> torch.LongTensor:
+def confident_lengths(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
     """
     Slots before the first one less confident than `threshold`, `[..., G]` -> `[...]` (static threshold, section 3.3).
 
     It is `c_k` that is compared, not the survival `a_k`: 0 keeps every slot.
     """
-    return (confidence >= threshold).long().cumprod(-1).sum(-1)  # type: ignore[return-value]
+    return (confidence >= threshold).long().cumprod(-1).sum(-1)

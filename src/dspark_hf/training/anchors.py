@@ -22,8 +22,8 @@ class Anchors(NamedTuple):
         keep (`[B, A]`): False for fillers of rows that have fewer anchors than others.
     """
 
-    positions: torch.LongTensor
-    keep: torch.BoolTensor
+    positions: torch.Tensor
+    keep: torch.Tensor
 
 
 def anchor_candidates(loss_mask: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def gather_positions(values: torch.Tensor, positions: torch.Tensor) -> torch.Ten
     return values[rows, positions.clamp(max=values.shape[1] - 1)]
 
 
-def draft_positions(anchors: Anchors, num_drafts: int) -> torch.LongTensor:
+def draft_positions(anchors: Anchors, num_drafts: int) -> torch.Tensor:
     """The position before each predicted token, `anchor + j`, `[B, A, J]`; past the end of a row where a block is."""
     return anchors.positions[..., None] + torch.arange(num_drafts, device=anchors.positions.device)
 

@@ -12,7 +12,7 @@ from ..modeling_dspark import DSparkDrafter
 
 def select_draft_vocabulary(
     rows: Iterable[Mapping[str, Any]], vocab_size: int, draft_vocab_size: int, required_ids: Iterable[int] = ()
-) -> torch.LongTensor:
+) -> torch.Tensor:
     """
     The most frequent response tokens.
 

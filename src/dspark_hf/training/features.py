@@ -367,7 +367,7 @@ class CachedFeatureDataset(Dataset):
         tensors, width = self._read(row, ("input_ids", "context_features")), self.index["target_hidden_size"]
         cached = tensors["context_features"][:CHECKED_TOKENS].float().unflatten(-1, (-1, width))  # [T, m, D]
         taps, ids = _Taps([layer_id + 1 for layer_id in self.index["target_layer_ids"]]), tensors["input_ids"]
-        found = target_features(target, taps, ids[None, : len(cached)].to(target.device))  # type: ignore[arg-type]
+        found = target_features(target, taps, ids[None, : len(cached)].to(target.device))
         own = found.context_features[0].float().cpu().unflatten(-1, (-1, width))
         return float(((cached - own).norm(dim=-1) / own.norm(dim=-1)).median())
 

@@ -49,11 +49,11 @@ class DraftTargets(NamedTuple):
             reduced draft vocabulary needs no other logits than its own.
     """
 
-    labels: torch.LongTensor
+    labels: torch.Tensor
     hidden_states: torch.Tensor
     weights: torch.Tensor
     log_normalizers: torch.Tensor | None = None
-    greedy_ids: torch.LongTensor | None = None
+    greedy_ids: torch.Tensor | None = None
 
     def select(self, index) -> DraftTargets:
         """The same of some of the drafts."""
@@ -297,7 +297,7 @@ class DSparkObjective:
         head (`TargetHead`): The target's law.
         embeddings (`SharedEmbeddings`): The drafter's.
         targets (`DraftTargets`): Of shape `[B, A, J]`.
-        previous_ids (`torch.LongTensor`): The true token before each draft, `[B, A, J]` (teacher forcing).
+        previous_ids (`torch.Tensor`): The true token before each draft, `[B, A, J]` (teacher forcing).
         weights (`LossWeights`): Of the terms.
         normalizer (`torch.Tensor`, *optional*): Sum of the position weights of everything in the optimiser step; of this
             micro-batch by default.
@@ -307,7 +307,7 @@ class DSparkObjective:
     head: TargetHead
     embeddings: SharedEmbeddings
     targets: DraftTargets
-    previous_ids: torch.LongTensor
+    previous_ids: torch.Tensor
     weights: LossWeights
     normalizer: torch.Tensor | None = None
     chunk_size: int = 1024
