@@ -24,14 +24,14 @@ from torch.utils.data import ConcatDataset
 from tqdm import tqdm
 
 from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
+from dspark_hf.conversations.rows import encode_rows
 from dspark_hf.evaluation.figures import COLORS, LINES, MARKERS
 from dspark_hf.evaluation.replay import replay
 from dspark_hf.evaluation.statistics import NUM_RESAMPLES, ratio_of_sums
+from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator, load_target
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
-from dspark_hf.training.chat import encode_rows
 from dspark_hf.training.draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from dspark_hf.training.features import CachedFeatureDataset, target_features
-from dspark_hf.training.regeneration import RegenerationSettings, Regenerator, load_target
 from dspark_hf.training.run import last_checkpoint
 from dspark_hf.training.target_logits import logit_rule
 

@@ -16,9 +16,9 @@ from smollm2 import ensure_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDrafter, record_speculation
+from dspark_hf.conversations.prompts import read_prompts
+from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, add_lora, encode_rows
-from dspark_hf.training.prompts import read_prompts
-from dspark_hf.training.regeneration import RegenerationSettings, Regenerator
 
 TOPICS = """add two numbers; reverse a string; count words; sort a list; find the largest number; sum a list; check for a
 palindrome; read a file; merge two lists; compute a factorial; count vowels; join strings; remove duplicates; find a

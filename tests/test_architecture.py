@@ -18,11 +18,24 @@ PACKAGE = Path(dspark_hf.__file__).parent
 ALLOWED = {
     "sampling": set(),
     "scheduling": set(),
-    "models": {"scheduling"},
+    "models": {"scheduling", "storage"},
     "generation": {"models", "sampling", "scheduling"},
-    "training": {"models", "sampling", "scheduling"},
-    "evaluation": {"models", "sampling", "scheduling", "generation", "training"},
-    "cli": {"models", "sampling", "scheduling", "generation", "training", "evaluation"},
+    "storage": set(),
+    "conversations": set(),
+    "responses": {"models", "conversations", "storage"},
+    "training": {"models", "sampling", "scheduling", "conversations", "storage"},
+    "evaluation": {"models", "sampling", "scheduling", "generation", "training", "conversations", "storage"},
+    "cli": {
+        "models",
+        "sampling",
+        "scheduling",
+        "generation",
+        "training",
+        "evaluation",
+        "conversations",
+        "responses",
+        "storage",
+    },
 }
 
 

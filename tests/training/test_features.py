@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
+from dspark_hf.storage.single_writer import single_writer
 from dspark_hf.training.collator import DSparkCollator
 from dspark_hf.training.features import CachedFeatureDataset, CachePlan, cache_features, target_features
-from dspark_hf.training.single_writer import single_writer
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gemma4", "gpt_oss", "qwen3_5"])

@@ -74,10 +74,10 @@ def cache_features(
     """
     import torch
 
+    from ..conversations.prompts import thinking_switch
     from ..training.data import encode_source
     from ..training.features import CachedFeatureDataset, CachePlan
     from ..training.features import cache_features as write_cache
-    from ..training.prompts import thinking_switch
     from .loading import load_target
 
     model, tokenizer = load_target(target, dtype, device, threads)

@@ -79,7 +79,7 @@ def replay(
     Args:
         drafter: The drafter.
         target: The target that gave the answer.
-        row: `input_ids` `[T]` and `loss_mask` `[T]`, True on the answer's tokens; see `dspark_hf.training.chat`.
+        row: `input_ids` `[T]` and `loss_mask` `[T]`, True on the answer's tokens; see `dspark_hf.conversations.rows`.
         temperature: The one the answer was sampled with, without top-k or top-p; 0 for greedy answers.
         features: The target's over the row, `[1, T, ...]`, where they are known already.
         rule: What the target does to its LM head's output, `logit_rule(target)`, where it is known already.

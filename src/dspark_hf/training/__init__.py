@@ -1,4 +1,4 @@
-"""Training a drafter: the target's own responses, its features, and the trainer. `docs` of each name in its module."""
+"""Training a drafter: features, losses and the trainer. Each name is documented in its module."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "CachePlan": "features",
-    "CachedFeatureDataset": "features",
-    "DSparkCollator": "collator",
-    "DSparkTrainer": "trainer",
-    "DSparkTrainingArguments": "arguments",
-    "add_lora": "adaptation",
-    "cache_features": "features",
-    "encode_rows": "chat",
-    "select_draft_vocabulary": "draft_vocab",
-    "set_draft_vocabulary": "draft_vocab",
-    "warm_start": "adaptation",
+    "CachePlan": ".features",
+    "CachedFeatureDataset": ".features",
+    "DSparkCollator": ".collator",
+    "DSparkTrainer": ".trainer",
+    "DSparkTrainingArguments": ".arguments",
+    "add_lora": ".adaptation",
+    "cache_features": ".features",
+    "encode_rows": "..conversations.rows",
+    "select_draft_vocabulary": ".draft_vocab",
+    "set_draft_vocabulary": ".draft_vocab",
+    "warm_start": ".adaptation",
 }
 __all__ = sorted(_EXPORTS)
 
@@ -25,4 +25,4 @@ def __getattr__(name: str) -> Any:
     # On demand: `dspark-hf regenerate` needs none of what a trainer does.
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    return getattr(import_module(_EXPORTS[name], __name__), name)

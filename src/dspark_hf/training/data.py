@@ -16,10 +16,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration_dspark import DSparkConfig
-from .chat import encode_rows
+from ..conversations.prompts import read_prompts
+from ..conversations.rows import encode_rows, end_token_ids
 from .features import CachedFeatureDataset, file_sha256
-from .prompts import read_prompts
-from .regeneration import end_token_ids
 
 
 @dataclass

@@ -21,6 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_dspark import DSparkConfig
+from ..conversations.prompts import thinking_switch
+from ..conversations.rows import end_token_ids
 from ..drafter import Drafter
 from ..modeling_dspark import DSparkDrafter
 from ..number_types import floating_dtype
@@ -29,8 +31,6 @@ from .data import TrainingData, cache_index, is_cache, joined, load_source
 from .draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from .history import CsvLog, training_figure
 from .options import TrainCommand, TrainOptions
-from .prompts import thinking_switch
-from .regeneration import end_token_ids
 from .target_logits import logit_rule
 from .trainer import DSparkTrainer
 

@@ -20,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..configuration_dspark import DSparkConfig
+from ..conversations.rows import encode_rows, end_token_ids
 from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hub import write_card
@@ -28,12 +29,10 @@ from ..number_types import floating_dtype
 from .adaptation import has_own_adapter, load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
-from .chat import encode_rows
 from .collator import FEATURE_KEYS, DSparkCollator
 from .features import CachedFeatureDataset, target_features
 from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summarize
 from .muon import MuonAdamW, split_parameters
-from .regeneration import end_token_ids
 from .target_logits import logit_rule
 
 logger = logging.get_logger(__name__)

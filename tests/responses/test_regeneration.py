@@ -21,9 +21,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import tiny
-from dspark_hf.training import regeneration, regeneration_server
-from dspark_hf.training.chat import encode_rows
-from dspark_hf.training.fast_decoding import (
+from dspark_hf.conversations.prompts import Conversation, as_conversation, read_prompts
+from dspark_hf.conversations.rows import encode_rows
+from dspark_hf.responses import regeneration
+from dspark_hf.responses import server as regeneration_server
+from dspark_hf.responses.decoder import (
     Completion,
     Request,
     Sampling,
@@ -33,17 +35,16 @@ from dspark_hf.training.fast_decoding import (
     sample_tokens,
     unsupported_reason,
 )
-from dspark_hf.training.prompts import Conversation, as_conversation, read_prompts
-from dspark_hf.training.regeneration import (
+from dspark_hf.responses.regeneration import (
     PlainDecoder,
     RegenerationSettings,
     Regenerator,
     ResponseWriter,
     resolve_sampling,
 )
-from dspark_hf.training.regeneration_server import ServerRegenerator
-from dspark_hf.training.resumable_lines import ResumableLines
-from dspark_hf.training.self_prompting import self_prompt
+from dspark_hf.responses.self_prompting import self_prompt
+from dspark_hf.responses.server import ServerRegenerator
+from dspark_hf.storage.resumable_lines import ResumableLines
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"

@@ -31,10 +31,18 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .fast_decoding import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
+from ..conversations.prompts import (
+    Conversation,
+    Unanswerable,
+    as_conversations,
+    check_same_prompts,
+    thinking_switch,
+    without_ids,
+)
+from ..conversations.rows import end_token_ids
+from ..storage.resumable_lines import ResumableLines
+from .decoder import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
 from .progress import Progress
-from .prompts import Conversation, Unanswerable, as_conversations, check_same_prompts, thinking_switch, without_ids
-from .resumable_lines import ResumableLines
 
 logger = logging.getLogger(__name__)
 
@@ -175,17 +183,6 @@ def other_processors(generation_config: Any) -> list[str]:
     """Names of what the generation config switches on and the fast path cannot do."""
     values = {name: getattr(generation_config, name, None) for name in OTHER_PROCESSORS}
     return [name for name, found in values.items() if found is not None and found != OTHER_PROCESSORS[name]]
-
-
-def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    for found in (
-        target.generation_config.eos_token_id,
-        target.config.get_text_config().eos_token_id,
-        tokenizer.eos_token_id,
-    ):
-        if found is not None:
-            return list(found) if isinstance(found, (list, tuple)) else [found]
-    return []
 
 
 # ---------------------------------------------------------------------------------------------------------- the verbs

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .fast_decoding import Request
+from ..storage.resumable_lines import ResumableLines
+from .decoder import Request
 from .progress import Progress
 from .regeneration import RegenerationSettings, Regenerator, request_seed
-from .resumable_lines import ResumableLines
 
 logger = logging.getLogger(__name__)
 

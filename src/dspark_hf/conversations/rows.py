@@ -20,7 +20,7 @@ from itertools import dropwhile, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .prompts import as_message
@@ -211,6 +211,18 @@ class _Writer:
 
     def part(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a turn: the generation config's, then the model config's, then the tokenizer's."""
+    for found in (
+        target.generation_config.eos_token_id,
+        target.config.get_text_config().eos_token_id,
+        tokenizer.eos_token_id,
+    ):
+        if found is not None:
+            return list(found) if isinstance(found, (list, tuple)) else [found]
+    return []
 
 
 def _cut(ids: list[int], mask: list[int], max_length: int | None) -> Encoded:

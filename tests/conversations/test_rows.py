@@ -4,9 +4,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dspark_hf.training import chat
-from dspark_hf.training.chat import encode_rows
-from dspark_hf.training.regeneration import RegenerationSettings, Regenerator
+from dspark_hf.conversations import rows as chat
+from dspark_hf.conversations.rows import encode_rows
+from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ' ' + m['content'] + '<e> \\n' }}{% endfor %}"

@@ -1,0 +1,1 @@
+"""Conversations: prompts as they are read, and the rows of tokens that a drafter learns from."""

@@ -1,0 +1,1 @@
+"""The target's responses to prompts: what a drafter learns from."""
