@@ -1,7 +1,9 @@
 """What every test gets: no network, one thread, and the reference vectors where they lie."""
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
 # Read by the libraries when they are imported, so before any of them is.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -11,6 +13,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 TESTS = Path(__file__).parent
@@ -21,9 +24,46 @@ pytest_plugins = ["hub_server"]
 INTEGRATION_FOLDERS = (TESTS / "generation",)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shift-weights",
+        action="store_true",
+        help="Place every weight that from_pretrained loads one element after a 64-byte boundary.",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # Models this small only lose time to a second one.
     logging.disable_progress_bar()
+    if config.getoption("shift_weights"):
+        _shift_loaded_weights()
+
+
+def _shift_loaded_weights() -> None:
+    """
+    Makes `from_pretrained` return weights whose addresses are no multiple of 16 bytes.
+
+    Loaded weights stay where the safetensors file has them, and files place them anywhere. Matrix products of a single row
+    then differ in their last bits from those of the same weights in memory that torch allocated. Whether a file shows this
+    depends on its tensors and on the processor; shifted weights show it nearly always.
+    """
+    original = PreTrainedModel.from_pretrained.__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        loaded = original(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # With loading information.
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type == "cpu" and tensor.is_floating_point():
+                tensor.data = _shifted(tensor.data)
+        return loaded
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def _shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values one element after the start of new memory, which torch aligns to 64 bytes."""
+    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
