@@ -140,7 +140,8 @@ def test_the_dtype_asked_for_is_the_one_loaded_and_saved(saved: Path, tmp_path: 
 
 def test_rotary_frequencies_are_not_rounded_with_the_weights(saved: Path):
     full = DSparkDrafter.from_pretrained(saved).rotary_emb.inv_freq
-    assert torch.equal(DSparkDrafter.from_pretrained(saved, dtype=torch.bfloat16).rotary_emb.inv_freq, full)
+    loaded = DSparkDrafter.from_pretrained(saved, dtype=torch.bfloat16).rotary_emb.inv_freq
+    torch.testing.assert_close(loaded, full)  # Both are float32.
 
 
 # ---------------------------------------------------------------------- embeddings
@@ -168,8 +169,8 @@ def test_included_embeddings_make_the_file_usable_without_the_target(build, fiel
     drafter.save_pretrained(tmp_path, include_embeddings=True)
     again = DSparkDrafter.from_pretrained(tmp_path)
     assert (again.config.has_embed_tokens, again.config.has_lm_head) == (True, True)
-    assert torch.equal(block_logits(again), expected)
-    assert torch.equal(block_logits(again, target), expected)
+    torch.testing.assert_close(block_logits(again), expected)
+    torch.testing.assert_close(block_logits(again, target), expected)
     # The drafter itself goes on borrowing.
     assert drafter.embed_tokens is None
     assert not drafter.config.has_embed_tokens
@@ -187,7 +188,7 @@ def test_the_checkpoints_own_head_counts_even_where_the_targets_differs(native: 
     assert drafter.bind(target).lm_head is drafter.lm_head
     borrower = DSparkDrafter.from_pretrained(native, borrow_embeddings=True)
     assert borrower.bind(target).lm_head is target.lm_head
-    assert not torch.equal(block_logits(drafter, target), block_logits(borrower, target))
+    assert not torch.allclose(block_logits(drafter, target), block_logits(borrower, target), rtol=1e-2, atol=1e-2)
 
 
 # ---------------------------------------------------------------------- what does not fit is not loaded
@@ -310,7 +311,7 @@ def test_what_a_configuration_inherited_from_the_target_changes_nothing(native: 
     expected = block_logits(DSparkDrafter.from_pretrained(native))
     change_config(native, **fields)
     drafter = DSparkDrafter.from_pretrained(native)
-    assert torch.equal(block_logits(drafter), expected)
+    torch.testing.assert_close(block_logits(drafter), expected)
     assert not torch.equal(drafter.embed_tokens.weight, drafter.lm_head.weight)
 
 
@@ -332,7 +333,7 @@ def test_a_deepspec_checkpoint_is_kept_whole_in_our_format(native: Path, tmp_pat
     again = DSparkDrafter.from_pretrained(tmp_path / "ours")
     assert_same_tensors(drafter, again)
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "dspark"
-    assert torch.equal(block_logits(drafter), block_logits(again))
+    torch.testing.assert_close(block_logits(drafter), block_logits(again))
 
 
 def test_embeddings_left_out_of_a_deepspec_checkpoint_are_borrowed(native: Path):

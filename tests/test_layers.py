@@ -142,10 +142,10 @@ def test_a_mask_embedding_replaces_the_row_of_the_mask_token(target):
     with torch.no_grad():
         drafter.mask_embedding.copy_(target.get_input_embeddings().weight[tiny.MASK_ID])
     expected = block(usual, target)
-    assert torch.equal(block(drafter, target), expected)
+    torch.testing.assert_close(block(drafter, target), expected)
     with torch.no_grad():
         drafter.mask_embedding.add_(1.0)
-    assert not torch.allclose(block(drafter, target), expected)
+    assert not torch.allclose(block(drafter, target), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_raw_embeddings_pass_by_what_the_targets_module_does():

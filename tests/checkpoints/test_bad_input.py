@@ -2,7 +2,6 @@
 
 import json
 import struct
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -277,12 +276,10 @@ def reduced(tmp_path: Path) -> Path:
 def check_refused(folder: Path, error: type[Exception], message: str) -> None:
     before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in folder.parent.rglob("*") if file.is_file()}
     tracemalloc.start()
-    started = time.process_time()
     with pytest.raises(error, match=message) as raised:
         DSparkDrafter.from_pretrained(folder)
-    took_s, peak_bytes = time.process_time() - started, tracemalloc.get_traced_memory()[1]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert took_s < 10
     assert peak_bytes < 200e6
     assert len(str(raised.value)) < 5000
     assert {f: (f.stat().st_mtime_ns, f.read_bytes()) for f in folder.parent.rglob("*") if f.is_file()} == before

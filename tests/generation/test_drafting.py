@@ -283,9 +283,9 @@ def test_the_cut_does_not_look_at_the_token_it_decides_about(monkeypatch, thresh
         for other in (9, 60, 120):
             tokens[slot] = other
             confidence_other, length_other = draft(tokens)
-            assert confidence_other[: slot + 1] == confidence[: slot + 1]
+            assert confidence_other[: slot + 1] == pytest.approx(confidence[: slot + 1], abs=1e-6)
             assert (length_other > slot) == (length > slot)
-            changed_later |= confidence_other[slot + 1 :] != confidence[slot + 1 :]
+            changed_later |= confidence_other[slot + 1 :] != pytest.approx(confidence[slot + 1 :], abs=1e-3)
     assert changed_later or threshold > 0
 
 

@@ -67,4 +67,4 @@ def test_a_drafter_with_lora_drafts_through_its_adapter():
         with record_speculation() as stats:
             assert torch.equal(target.generate(**tiny.prompt(), **GREEDY, assistant_model=assistant), plain)
         confidences.append(stats.rounds[0].confidence)
-    assert confidences[0] != confidences[1]
+    assert confidences[0] != pytest.approx(confidences[1], abs=1e-3)

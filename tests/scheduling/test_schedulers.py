@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import time
+import sys
 
 import numpy as np
 import pytest
@@ -314,13 +314,38 @@ def test_schedulers_by_name():
 # ---------------------------------------------------------------------- cost
 
 
+def num_lines(function, *args) -> int:
+    """How many lines of Python a call runs, in the function itself and in all that it calls."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*args)
+    finally:
+        sys.settrace(before)
+    return count
+
+
 @pytest.mark.parametrize("build", [ThroughputScheduler, AsyncThroughputScheduler], ids=["throughput", "asynchronous"])
-def test_a_large_batch_is_cheap(build):
-    scheduler = build(ThroughputCurve([1, 5000], [0.01, 0.1]))
-    confidence = torch.rand(256, 16)
-    times = []
-    for _ in range(30):
-        started = time.perf_counter()
-        scheduler.schedule(confidence, [16] * 256)
-        times.append(time.perf_counter() - started)
-    assert min(times) < 0.005  # Ten times what it takes, for slow machines.
+def test_no_python_loop_runs_over_the_drafts(build):
+    """The work for each draft is left to numpy: a larger batch or block runs the same lines of Python."""
+    counts = []
+    for num_rows, num_slots in ((2, 4), (256, 16)):
+        scheduler = warmed_up(build(ThroughputCurve([1, 5000], [0.01, 0.1])), num_rows, num_slots)
+        counts.append(num_lines(scheduler.schedule, torch.rand(num_rows, num_slots), [num_slots] * num_rows))
+    assert 0 < counts[1] <= counts[0] + 10
+
+
+def test_a_python_loop_would_be_counted():
+    def loop():
+        total = 0
+        for row in range(256):
+            total += row
+
+    assert num_lines(loop) > 256

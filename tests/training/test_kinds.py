@@ -142,7 +142,7 @@ def test_a_dflash_drafter_with_new_heads_drafts_the_same(head, sample_from_ancho
         cold, ours = drafts_of(dflash, target, do_sample), drafts_of(warm, target, do_sample)
         assert torch.equal(ours.ids, cold.ids)
         if do_sample:
-            assert torch.equal(ours.probs, cold.probs)
+            torch.testing.assert_close(ours.probs, cold.probs)
     with torch.no_grad():
         warm.markov_head.markov_w2.weight.normal_(std=10)
     assert not torch.equal(drafts_of(warm, target, False).ids, drafts_of(dflash, target, False).ids)
