@@ -8,8 +8,8 @@ from typing import Any
 import typer
 from typer.cli import get_docs_for_click
 
-from dspark_hf.cli.app import app
 from dspark_hf.training.options import train_parser
+from dspark_hf_cli.app import app
 
 PLACE = "<!-- commands -->"
 

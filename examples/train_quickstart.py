@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from smollm2 import ensure_target
 
-from dspark_hf.cli.app import app
+from dspark_hf_cli.app import app
 
 MASK_TOKEN = "<reponame>"  # A special token of SmolLM2's tokenizer that no conversation contains.
 

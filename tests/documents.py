@@ -113,7 +113,7 @@ def check_command(words: list[str]) -> None:
 
 def parse_ours(arguments: list[str]) -> None:
     """Parses as `dspark-hf` would, and runs nothing."""
-    from dspark_hf.cli.app import app
+    from dspark_hf_cli.app import app
 
     group = typer.main.get_command(app)
     if arguments[:1] == ["train"]:
@@ -151,7 +151,7 @@ def check_python(arguments: list[str]) -> None:
         assert Path(name).is_file(), f"{arguments[0]} does not exist"
     if name in ("pip", "pytest", "mkdocs", "venv"):
         return
-    if name == "dspark_hf.cli":
+    if name == "dspark_hf_cli":
         return parse_ours(arguments[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", arguments)

@@ -33,7 +33,7 @@ class Terminal:
         environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "COLORTERM")}
         self.process = pexpect.spawn(
             sys.executable,
-            ["-m", "dspark_hf.cli", *arguments],
+            ["-m", "dspark_hf_cli", *arguments],
             dimensions=(rows, columns),
             env=environment | {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SOURCE)},
             encoding="utf-8",

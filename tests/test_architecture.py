@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import dspark_hf
+import dspark_hf_cli
 
 PACKAGE = Path(dspark_hf.__file__).parent
+COMMAND_LINE = Path(dspark_hf_cli.__file__).parent
 
 # What each part of the package may import of the others. Whatever is not named here makes up the drafter: the models.
 ALLOWED = {
@@ -35,12 +37,15 @@ ALLOWED = {
         "conversations",
         "responses",
         "storage",
+        "",  # its version
     },
 }
 
 
 def part_of(module: str) -> str:
-    """`"dspark_hf.generation.loop"` -> `"generation"`; `""` for the package itself."""
+    """`"dspark_hf.generation.loop"` -> `"generation"`; `""` for the package itself; `"cli"` for the command line."""
+    if module.split(".")[0] == COMMAND_LINE.name:
+        return "cli"
     top = module.partition(".")[2].partition(".")[0]
     return top if top in ALLOWED or top == "" else "models"
 
@@ -65,11 +70,14 @@ def imports_of(file: Path) -> Iterator[tuple[str, int]]:
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "dspark_hf" else [base]
         else:
             continue
-        yield from ((name, node.lineno) for name in names if name.split(".")[0] == "dspark_hf")
+        ours = (PACKAGE.name, COMMAND_LINE.name)
+        yield from ((name, node.lineno) for name in names if name.split(".")[0] in ours)
 
 
 # What is copied into repositories is imported by nobody here.
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if file.parent.name != "templates")
+FILES = sorted(
+    file for folder in (PACKAGE, COMMAND_LINE) for file in folder.rglob("*.py") if file.parent.name != "templates"
+)
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)
@@ -90,7 +98,7 @@ def test_the_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Monke
     file = tmp_path / "dspark_hf" / "generation" / "loop.py"
     file.parent.mkdir(parents=True)
     file.write_text(
-        "def f():\n    from ..training import losses\n    from .. import cli\n    import dspark_hf.evaluation\n"
+        "def f():\n    from ..training import losses\n    import dspark_hf_cli.app\n    import dspark_hf.evaluation\n"
     )
     found = [part_of(name) for name, _ in imports_of(file)]
     assert found == ["training", "cli", "evaluation"]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import tiny
 from dspark_hf import DSparkDrafter
-from dspark_hf.cli.app import app
+from dspark_hf_cli.app import app
 
 
 def run(*arguments: object) -> str:

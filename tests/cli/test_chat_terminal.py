@@ -17,7 +17,7 @@ from rich.console import Console
 from terminal import Terminal
 
 from dspark_hf import SpeculationStats
-from dspark_hf.cli.chat_session import LiveAnswer, interruptible
+from dspark_hf_cli.chat_session import LiveAnswer, interruptible
 
 DRAFTED, OWN = "0087ff", "ff8700"
 FIGURES = re.compile(r"^(\d+) tokens, [\d.]+ tokens/s")
@@ -147,7 +147,7 @@ def test_what_was_said_before_an_interrupt_stays_in_the_conversation(tmp_path, m
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from dspark_hf import DSparkDrafter
-    from dspark_hf.cli.chat_session import ChatSession, PrintedAnswer
+    from dspark_hf_cli.chat_session import ChatSession, PrintedAnswer
 
     folders = tiny_folders.save(tmp_path)
     target = AutoModelForCausalLM.from_pretrained(folders.target)

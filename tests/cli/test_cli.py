@@ -13,11 +13,11 @@ pytest.importorskip("rich")
 import typer
 from typer.testing import CliRunner
 
-from dspark_hf import cli
-from dspark_hf.cli.app import app
-from dspark_hf.cli.bench import EXIT_DIFFERENT, wrong_answers
-from dspark_hf.cli.loading import labels_of
-from dspark_hf.cli.running import duration
+import dspark_hf_cli as cli
+from dspark_hf_cli.app import app
+from dspark_hf_cli.bench import EXIT_DIFFERENT, wrong_answers
+from dspark_hf_cli.loading import labels_of
+from dspark_hf_cli.running import duration
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 

@@ -12,9 +12,9 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from dspark_hf import DSparkConfig, DSparkDrafter
-from dspark_hf.cli.app import app
 from dspark_hf.evaluation.records import unpack_rounds
 from dspark_hf.scheduling import ThroughputCurve
+from dspark_hf_cli.app import app
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 

@@ -16,9 +16,9 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from dspark_hf import Drafter, DSparkDrafter
-from dspark_hf.cli.app import app
 from dspark_hf.training.features import amount
 from dspark_hf.training.options import parse_train_options, train_parser
+from dspark_hf_cli.app import app
 
 NEW = [
     "--num_hidden_layers",
@@ -369,7 +369,7 @@ def test_two_processes_train_as_one(folders, responses, tmp_path):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         arguments = ["--target", folders.target, "--data", responses, "--output_dir", output, *NEW, *RUN, "--max_steps", 3,
                      "--per_device_train_batch_size", batch, "--save_strategy", "no", "--ddp_backend", "gloo"]  # fmt: skip
-        command = [sys.executable, *launcher, "-m", "dspark_hf.cli", "train", *map(str, arguments)]
+        command = [sys.executable, *launcher, "-m", "dspark_hf_cli", "train", *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
         assert result.returncode == 0, result.stderr[-3000:]

@@ -23,7 +23,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..evaluation import Method
+    from dspark_hf.evaluation import Method
 
 # What drafters may differ in, by the name of the option and of the configuration.
 FIELDS = {"block-size": "num_draft_tokens", "rank": "markov_rank", "depth": "num_hidden_layers"}
@@ -60,8 +60,9 @@ def sweep(
     `--over tokens` and `--over threshold` try several settings of each drafter; `--over block-size`, `rank` and `depth`
     compare drafters that were trained with different ones. Everything is measured as `bench` does it.
     """
-    from ..evaluation import BenchSettings, plain_method
-    from ..evaluation.figures import sweep_figure
+    from dspark_hf.evaluation import BenchSettings, plain_method
+    from dspark_hf.evaluation.figures import sweep_figure
+
     from .loading import labels_of, load_drafter, load_target, load_tasks
     from .running import finish, run
 
@@ -89,7 +90,7 @@ def methods_over(drafter: Any, label: str, over: str, values: str | None) -> lis
     Raises:
         typer.BadParameter: for values that are no numbers, or given where the drafters are what varies.
     """
-    from ..evaluation.methods import dspark_method
+    from dspark_hf.evaluation.methods import dspark_method
 
     if over in FIELDS:
         if values is not None:

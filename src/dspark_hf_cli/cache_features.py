@@ -10,8 +10,8 @@ import typer
 from .options import Device, Dtype, Target, Threads
 
 if TYPE_CHECKING:
-    from ..configuration_dspark import DSparkConfig
-    from ..training.features import CachePlan
+    from dspark_hf.configuration_dspark import DSparkConfig
+    from dspark_hf.training.features import CachePlan
 
 ADVICE = (
     "(The released drafters' recipe, 1.3 M conversations, took about 38 TB. Without a cache, "
@@ -74,10 +74,11 @@ def cache_features(
     """
     import torch
 
-    from ..conversations.prompts import thinking_switch
-    from ..training.data import encode_source
-    from ..training.features import CachedFeatureDataset, CachePlan
-    from ..training.features import cache_features as write_cache
+    from dspark_hf.conversations.prompts import thinking_switch
+    from dspark_hf.training.data import encode_source
+    from dspark_hf.training.features import CachedFeatureDataset, CachePlan
+    from dspark_hf.training.features import cache_features as write_cache
+
     from .loading import load_target
 
     model, tokenizer = load_target(target, dtype, device, threads)
@@ -109,10 +110,10 @@ def config_of(
     drafter: str | None, target: Any, target_layer_ids: str | None, block_size: int, normalizers: bool
 ) -> DSparkConfig:
     """What is tapped, as the configuration of a drafter."""
-    from ..configuration_dspark import DSparkConfig
+    from dspark_hf.configuration_dspark import DSparkConfig
 
     if drafter is not None:
-        from ..drafter import Drafter
+        from dspark_hf.drafter import Drafter
 
         return Drafter.from_pretrained(drafter).config
     text = target.config.get_text_config(decoder=True)
@@ -133,7 +134,7 @@ def size_in_words(plan: CachePlan, rows: list[dict[str, Any]]) -> str:
     """What a cache takes, and what would take less."""
     from dataclasses import replace
 
-    from ..training.features import amount
+    from dspark_hf.training.features import amount
 
     tokens = sum(len(row["input_ids"]) for row in rows)
     needed = {kind: replace(plan, positions=kind).num_bytes(rows) for kind in ("all", "response", "anchors")}

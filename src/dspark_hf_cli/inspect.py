@@ -10,7 +10,7 @@ import typer
 from .options import Device, Dtype, Json
 
 if TYPE_CHECKING:
-    from ..checkpoints import LayoutProbe
+    from dspark_hf.checkpoints import LayoutProbe
 
 # What the probe continues when --target is given: everyday prompts, a few tens of tokens of answer each.
 PROMPTS = (
@@ -40,7 +40,7 @@ def inspect(
     """
     Say what a drafter is: format, geometry, slot layout, taps, heads, oddities, and which engines can serve it.
     """
-    from ..checkpoints import inspect_checkpoint
+    from dspark_hf.checkpoints import inspect_checkpoint
 
     hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder or ""}
     found = inspect_checkpoint(checkpoint, **hub)
@@ -67,8 +67,9 @@ def inspect(
 def _probe(
     checkpoint: str, target_name: str, hub: dict[str, Any], max_new_tokens: int, dtype: str, device: str | None
 ) -> LayoutProbe:
-    from ..checkpoints import probe_layout
-    from ..modeling_dspark import DSparkDrafter
+    from dspark_hf.checkpoints import probe_layout
+    from dspark_hf.modeling_dspark import DSparkDrafter
+
     from .loading import load_target
 
     target, tokenizer = load_target(target_name, dtype, device)

@@ -10,7 +10,7 @@ import typer
 from .options import Device, Dtype, Seed, Target, Threads
 
 if TYPE_CHECKING:
-    from ..responses.regeneration import RegenerationSettings, ResponseWriter
+    from dspark_hf.responses.regeneration import RegenerationSettings, ResponseWriter
 
 
 def regenerate(
@@ -80,8 +80,8 @@ def regenerate(
 
     Stopped at any point, the same command goes on; nothing is lost and nothing is there twice.
     """
-    from ..conversations.prompts import read_prompts
-    from ..responses.regeneration import RegenerationSettings
+    from dspark_hf.conversations.prompts import read_prompts
+    from dspark_hf.responses.regeneration import RegenerationSettings
 
     if (prompts is None) == (self_prompt is None):
         raise typer.BadParameter("Give either --prompts or --self-prompt.")
@@ -115,10 +115,11 @@ def _writer(
 ) -> ResponseWriter:
     """What answers: the target here, or a server."""
     if server is not None:
-        from ..responses.server import ServerRegenerator
+        from dspark_hf.responses.server import ServerRegenerator
 
         return ServerRegenerator(server, target, settings, api_key)
-    from ..responses.regeneration import Regenerator
+    from dspark_hf.responses.regeneration import Regenerator
+
     from .loading import load_target
 
     return Regenerator(*load_target(target, dtype, device, threads), settings)
@@ -126,8 +127,8 @@ def _writer(
 
 def _self_prompts(writer: Any, number: int, output: Path, settings: RegenerationSettings) -> Path:
     """A file of prompts by the target, beside the responses."""
-    from ..responses.regeneration import RegenerationSettings
-    from ..responses.self_prompting import self_prompt
+    from dspark_hf.responses.regeneration import RegenerationSettings
+    from dspark_hf.responses.self_prompting import self_prompt
 
     path = output.with_suffix(f".prompts{output.suffix}")
     own = RegenerationSettings(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..evaluation import BenchSettings, Method, Task
-    from ..evaluation.records import RecordFile
-    from ..evaluation.runner import Progress
+    from dspark_hf.evaluation import BenchSettings, Method, Task
+    from dspark_hf.evaluation.records import RecordFile
+    from dspark_hf.evaluation.runner import Progress
 
 
 def run(
@@ -37,8 +37,8 @@ def run(
     Returns:
         The document of the run.
     """
-    from ..evaluation.document import build_document
-    from ..evaluation.profiling import profile_methods
+    from dspark_hf.evaluation.document import build_document
+    from dspark_hf.evaluation.profiling import profile_methods
 
     others = others | {"device": str(target.device)}
     with measured(target, tokenizer, methods, tasks, settings, output, others) as (described, file):
@@ -62,8 +62,8 @@ def measured(
     Yields:
         The settings, and the file of the run with all measurements, open.
     """
-    from ..evaluation.records import RecordFile
-    from ..evaluation.runner import default_file, run_bench, run_settings
+    from dspark_hf.evaluation.records import RecordFile
+    from dspark_hf.evaluation.runner import default_file, run_bench, run_settings
 
     dtype = str(target.dtype).removeprefix("torch.")
     names = {"target_name" if name == "target" else name: value for name, value in others.items()}
@@ -89,8 +89,8 @@ def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: 
     """
     from rich.console import Console
 
-    from ..evaluation.figures import as_png, figures_of
-    from ..evaluation.report import print_report, write_html
+    from dspark_hf.evaluation.figures import as_png, figures_of
+    from dspark_hf.evaluation.report import print_report, write_html
 
     (output / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     pngs = {}
@@ -140,7 +140,7 @@ class ShownProgress:
         """Shows how far the run is, and every answer that differs."""
         from dataclasses import asdict
 
-        from ..evaluation.report import difference_text
+        from dspark_hf.evaluation.report import difference_text
 
         if progress.difference is not None:
             self.console.print(f"different: {difference_text(asdict(progress.difference))}", highlight=False)
@@ -174,7 +174,7 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def save_figure(draw: Callable[[], Any], path: Path) -> None:
     """Writes the figure that `draw` makes, or says on standard error what it takes to have one."""
-    from ..evaluation.figures import as_png
+    from dspark_hf.evaluation.figures import as_png
 
     try:
         path.write_bytes(as_png(draw()))

@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from ..evaluation import BenchSettings, Conversation
-from ..generation import DraftTintStreamer, SpeculationStats, record_speculation
-from ..generation.registration import CACHE_KEY
-from ..modeling_dspark import DSparkDrafter
+from dspark_hf.evaluation import BenchSettings, Conversation
+from dspark_hf.generation import DraftTintStreamer, SpeculationStats, record_speculation
+from dspark_hf.generation.registration import CACHE_KEY
+from dspark_hf.modeling_dspark import DSparkDrafter
 
 # The colours of DraftTintStreamer, by their names in rich.
 DRAFTED_STYLE, OWN_STYLE = "dodger_blue1", "dark_orange"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Annotated
 
 import typer
@@ -31,10 +32,18 @@ app = typer.Typer(
 
 def _show_version(value: bool) -> None:
     if value:
-        from ..evaluation.environment import environment
-
-        typer.echo(environment()["packages"]["dspark-hf"])
+        typer.echo(_version())
         raise typer.Exit
+
+
+def _version() -> str:
+    """The installed version, without importing the package."""
+    try:
+        return importlib.metadata.version("dspark-hf")
+    except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
+        import dspark_hf
+
+        return dspark_hf.__version__
 
 
 @app.callback()

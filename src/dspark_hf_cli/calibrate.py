@@ -11,8 +11,8 @@ import typer
 from .options import Device, Dtype, Json, MaxNewTokens, MaxPrompts, Output, Seed, Target, Tasks, Temperature, Threads
 
 if TYPE_CHECKING:
-    from ..drafter import Drafter
-    from ..scheduling import Calibration
+    from dspark_hf.drafter import Drafter
+    from dspark_hf.scheduling import Calibration
 
 
 def calibrate(
@@ -43,8 +43,9 @@ def calibrate(
     """
     import json as json_module
 
-    from ..evaluation import BenchSettings
-    from ..scheduling import ConfidenceRounds, fit_temperatures, plot_reliability
+    from dspark_hf.evaluation import BenchSettings
+    from dspark_hf.scheduling import ConfidenceRounds, fit_temperatures, plot_reliability
+
     from .loading import load_drafter, load_target, load_tasks
     from .running import save_figure
 
@@ -75,7 +76,8 @@ def _collect(
     model: Any, tokenizer: Any, drafter: Drafter, tasks: Any, settings: Any, output: Path, names: dict[str, str]
 ) -> list[Any]:
     """Rounds in which every draft was verified, those of an earlier run included."""
-    from ..evaluation.methods import calibration_method
+    from dspark_hf.evaluation.methods import calibration_method
+
     from .running import measured
 
     methods = [calibration_method(drafter)]
@@ -90,7 +92,7 @@ def _check_in_place(drafter: str) -> None:
     """
     from transformers import PreTrainedConfig
 
-    from ..configuration_dspark import DSparkConfig
+    from dspark_hf.configuration_dspark import DSparkConfig
 
     is_ours = Path(drafter).is_dir() and PreTrainedConfig.get_config_dict(drafter)[0].get("model_type") == (
         DSparkConfig.model_type
@@ -104,8 +106,8 @@ def _check_in_place(drafter: str) -> None:
 
 def _write(drafter: str, calibration: Calibration, output: Path, in_place: bool) -> Path:
     """Puts the temperatures where `from_pretrained` finds them; weights keep the number type that they have."""
-    from ..configuration_dspark import DSparkConfig
-    from ..drafter import Drafter
+    from dspark_hf.configuration_dspark import DSparkConfig
+    from dspark_hf.drafter import Drafter
 
     if in_place:
         config = DSparkConfig.from_pretrained(drafter)

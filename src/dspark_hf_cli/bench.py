@@ -24,7 +24,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..evaluation import Method
+    from dspark_hf.evaluation import Method
 
 # A greedy answer that departs where the target's logits are this close is a tie that rounding decides.
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
@@ -70,7 +70,8 @@ def bench(
 
     Exit code 3: some greedy answers are not those of plain generate, and not because of a tie.
     """
-    from ..evaluation import BenchSettings
+    from dspark_hf.evaluation import BenchSettings
+
     from .loading import compile_models, load_drafter, load_target, load_tasks
     from .running import finish, run
 
@@ -114,8 +115,8 @@ def _methods(
     """The methods to compare, plain `generate` first."""
     from transformers import AutoModelForCausalLM
 
-    from ..evaluation.costs import curve_here
-    from ..evaluation.methods import (
+    from dspark_hf.evaluation.costs import curve_here
+    from dspark_hf.evaluation.methods import (
         BY_COST,
         assistant_method,
         dflash_method,
@@ -124,6 +125,7 @@ def _methods(
         prompt_lookup_method,
         schedule_method,
     )
+
     from .loading import labels_of
 
     methods = [plain_method()]

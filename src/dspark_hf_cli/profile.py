@@ -10,7 +10,7 @@ import typer
 from .options import Compile, Device, Dtype, Json, Target, Threads
 
 if TYPE_CHECKING:
-    from ..scheduling import ThroughputCurve
+    from dspark_hf.scheduling import ThroughputCurve
 
 
 def profile(
@@ -44,9 +44,10 @@ def profile(
     """
     import json as json_module
 
-    from ..checkpoints.files import THROUGHPUT_CURVE_NAME
-    from ..evaluation.costs import measure_costs
-    from ..scheduling import plot_curve
+    from dspark_hf.checkpoints.files import THROUGHPUT_CURVE_NAME
+    from dspark_hf.evaluation.costs import measure_costs
+    from dspark_hf.scheduling import plot_curve
+
     from .loading import compile_models, load_drafter, load_target
     from .running import counting, save_figure
 

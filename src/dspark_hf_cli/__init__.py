@@ -1,4 +1,10 @@
-"""The `dspark-hf` command. One file a command; each imports what it needs only when it runs."""
+"""
+The `dspark-hf` command: one file per command.
+
+This is a package of its own beside `dspark_hf`, because importing `dspark_hf` imports torch and transformers (that import is
+what makes `generate` know drafters). Files here import such packages only inside the functions that need them, so that
+`--help` and `--version` answer at once.
+"""
 
 from __future__ import annotations
 

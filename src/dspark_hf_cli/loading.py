@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..drafter import Drafter
-    from ..evaluation import Task
+    from dspark_hf.drafter import Drafter
+    from dspark_hf.evaluation import Task
 
 
 def load_target(
@@ -34,7 +34,7 @@ def load_target(
 
 def load_drafter(name: str, target: PreTrainedModel) -> Drafter:
     """A drafter for `target`, in its number type and on its device."""
-    from ..drafter import Drafter
+    from dspark_hf.drafter import Drafter
 
     drafter = Drafter.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
     drafter.bind(target)
@@ -48,7 +48,7 @@ def load_tasks(names: str, max_prompts: int | None, seed: int) -> list[Task]:
     Raises:
         typer.BadParameter: for an unknown task, or two of one name.
     """
-    from ..evaluation import load_task
+    from dspark_hf.evaluation import load_task
 
     try:
         tasks = [load_task(name.strip(), max_prompts, seed) for name in names.split(",") if name.strip()]
@@ -79,7 +79,7 @@ def compile_models(*models: PreTrainedModel) -> None:
 
 def checked_dtype(dtype: str) -> Any:
     """`"auto"`, or a floating-point type of torch by name."""
-    from ..number_types import floating_dtype
+    from dspark_hf.number_types import floating_dtype
 
     try:
         return dtype if dtype == "auto" else floating_dtype(dtype, "--dtype")

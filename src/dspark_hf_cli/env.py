@@ -11,7 +11,7 @@ from .options import Json
 
 def env(json: Json = False) -> None:
     """Print what a bug report needs: versions, machine, devices."""
-    from ..evaluation.environment import environment
+    from dspark_hf.evaluation.environment import environment
 
     found = environment()
     if json:

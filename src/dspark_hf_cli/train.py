@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..hub import TrainingSummary
-    from ..training.options import TrainCommand
-    from ..training.run import TrainingRun
+    from dspark_hf.hub import TrainingSummary
+    from dspark_hf.training.options import TrainCommand
+    from dspark_hf.training.run import TrainingRun
 
 # The options are dataclasses, which their own parser reads; typer hands everything on.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -21,18 +21,18 @@ def train(context: typer.Context) -> None:
     """
     Train a drafter on the target's own responses, or fine-tune one.
 
-    `dspark-hf train --help` lists all options. Several processes: `accelerate launch -m dspark_hf.cli train ...`, or
-    `torchrun --nproc_per_node 2 -m dspark_hf.cli train ...`.
+    `dspark-hf train --help` lists all options. Several processes: `accelerate launch -m dspark_hf_cli train ...`, or
+    `torchrun --nproc_per_node 2 -m dspark_hf_cli train ...`.
     """
-    from ..training.options import parse_train_options, train_parser
+    from dspark_hf.training.options import parse_train_options, train_parser
 
     if not context.args or set(context.args) & {"-h", "--help"}:
         typer.echo(train_parser().format_help())
         raise typer.Exit(0 if context.args else 2)
     command = parse_train_options(context.args)
 
-    from ..hub import write_card
-    from ..training.run import train as run_training
+    from dspark_hf.hub import write_card
+    from dspark_hf.training.run import train as run_training
 
     run = run_training(command)
     if not run.trainer.is_world_process_zero():
@@ -47,10 +47,10 @@ def train(context: typer.Context) -> None:
 
 def summary_of(run: TrainingRun, command: TrainCommand, arguments: list[str]) -> TrainingSummary:
     """What the model card says about a run."""
-    from ..evaluation.environment import environment
-    from ..hub import TrainingSummary
-    from ..training.history import hours_of
-    from ..training.run import FIGURE
+    from dspark_hf.evaluation.environment import environment
+    from dspark_hf.hub import TrainingSummary
+    from dspark_hf.training.history import hours_of
+    from dspark_hf.training.run import FIGURE
 
     state, folder = run.trainer.state, Path(command.arguments.output_dir)
     found = environment()

@@ -36,8 +36,9 @@ def convert(
     """
     Rewrite a drafter for other software, check the file and print how to serve it.
     """
-    from ..checkpoints import EXPORT_FORMATS, export
-    from ..modeling_dspark import DSparkDrafter
+    from dspark_hf.checkpoints import EXPORT_FORMATS, export
+    from dspark_hf.modeling_dspark import DSparkDrafter
+
     from .loading import checked_dtype
 
     if format not in EXPORT_FORMATS:

@@ -1,5 +1,0 @@
-"""`python -m dspark_hf.cli`."""
-
-from . import main
-
-main()

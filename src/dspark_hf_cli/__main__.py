@@ -1,0 +1,5 @@
+"""`python -m dspark_hf_cli`."""
+
+from . import main
+
+main()
