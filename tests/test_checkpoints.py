@@ -16,9 +16,9 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def native(data: Path, tmp_path: Path) -> Path:
+def deepspec(data: Path, tmp_path: Path) -> Path:
     """A DeepSpec checkpoint that a test may change."""
-    folder = tmp_path / "native"
+    folder = tmp_path / "deepspec"
     shutil.copytree(data / "parity" / "a_qwen3_vanilla_confmarkov" / "drafter", folder)
     return folder
 
@@ -182,11 +182,11 @@ def test_embeddings_to_include_must_come_from_somewhere(tmp_path: Path):
         tiny.random_drafter(tiny.qwen3()).save_pretrained(tmp_path, include_embeddings=True)
 
 
-def test_the_checkpoints_own_head_counts_even_where_the_targets_differs(native: Path):
+def test_the_checkpoints_own_head_counts_even_where_the_targets_differs(deepspec: Path):
     target = tiny.qwen3(vocab_size=211, hidden_size=64, num_hidden_layers=6)
-    drafter = DSparkDrafter.from_pretrained(native)
+    drafter = DSparkDrafter.from_pretrained(deepspec)
     assert drafter.bind(target).lm_head is drafter.lm_head
-    borrower = DSparkDrafter.from_pretrained(native, borrow_embeddings=True)
+    borrower = DSparkDrafter.from_pretrained(deepspec, borrow_embeddings=True)
     assert borrower.bind(target).lm_head is target.lm_head
     assert not torch.allclose(block_logits(drafter, target), block_logits(borrower, target), rtol=1e-2, atol=1e-2)
 
@@ -194,7 +194,7 @@ def test_the_checkpoints_own_head_counts_even_where_the_targets_differs(native: 
 # ---------------------------------------------------------------------- what does not fit is not loaded
 
 
-@pytest.mark.parametrize("folder", ["native", "saved"])
+@pytest.mark.parametrize("folder", ["deepspec", "saved"])
 def test_one_error_lists_every_tensor_that_does_not_fit(folder: str, request: pytest.FixtureRequest):
     path = request.getfixturevalue(folder)
 
@@ -218,19 +218,19 @@ def test_one_error_lists_every_tensor_that_does_not_fit(folder: str, request: py
 @pytest.mark.parametrize(
     "gone", ["markov_head.", "markov_head.markov_w2", "confidence_head.", "confidence_head.proj.bias"]
 )
-def test_a_lost_head_is_not_loaded_as_another_kind_of_drafter(native: Path, gone: str):
-    change_tensors(native, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(gone)])
+def test_a_lost_head_is_not_loaded_as_another_kind_of_drafter(deepspec: Path, gone: str):
+    change_tensors(deepspec, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(gone)])
     with pytest.raises(ValueError, match=f"missing: {gone}"):
-        DSparkDrafter.from_pretrained(native)
+        DSparkDrafter.from_pretrained(deepspec)
 
 
 @pytest.mark.parametrize(
     "fields", [{"markov_rank": 0, "confidence_head_with_markov": False}, {"enable_confidence_head": False}]
 )
-def test_a_head_the_configuration_does_not_name_is_not_dropped(native: Path, fields):
-    change_config(native, **fields)
+def test_a_head_the_configuration_does_not_name_is_not_dropped(deepspec: Path, fields):
+    change_config(deepspec, **fields)
     with pytest.raises(ValueError, match="unexpected: "):
-        DSparkDrafter.from_pretrained(native)
+        DSparkDrafter.from_pretrained(deepspec)
 
 
 def test_another_configuration_can_be_given_and_is_checked_too(saved: Path):
@@ -307,28 +307,31 @@ INHERITED = {
 
 
 @pytest.mark.parametrize("fields", INHERITED.values(), ids=INHERITED)
-def test_what_a_configuration_inherited_from_the_target_changes_nothing(native: Path, fields):
-    expected = block_logits(DSparkDrafter.from_pretrained(native))
-    change_config(native, **fields)
-    drafter = DSparkDrafter.from_pretrained(native)
+def test_what_a_configuration_inherited_from_the_target_changes_nothing(deepspec: Path, fields):
+    expected = block_logits(DSparkDrafter.from_pretrained(deepspec))
+    change_config(deepspec, **fields)
+    drafter = DSparkDrafter.from_pretrained(deepspec)
     torch.testing.assert_close(block_logits(drafter), expected)
     assert not torch.equal(drafter.embed_tokens.weight, drafter.lm_head.weight)
 
 
-def test_the_rotary_base_is_read_from_both_spellings(native: Path):
-    change_config(native, rope_parameters=None, rope_theta=777.0)
-    assert DSparkDrafter.from_pretrained(native).config.rope_parameters == {"rope_type": "default", "rope_theta": 777.0}
+def test_the_rotary_base_is_read_from_both_spellings(deepspec: Path):
+    change_config(deepspec, rope_parameters=None, rope_theta=777.0)
+    assert DSparkDrafter.from_pretrained(deepspec).config.rope_parameters == {
+        "rope_type": "default",
+        "rope_theta": 777.0,
+    }
     scaling = {"type": "linear", "factor": 2.0}
-    change_config(native, rope_parameters=None, rope_theta=777.0, rope_scaling=scaling)
-    assert DSparkDrafter.from_pretrained(native).config.rope_parameters == {
+    change_config(deepspec, rope_parameters=None, rope_theta=777.0, rope_scaling=scaling)
+    assert DSparkDrafter.from_pretrained(deepspec).config.rope_parameters == {
         "rope_type": "linear",
         "rope_theta": 777.0,
         "factor": 2.0,
     }
 
 
-def test_a_deepspec_checkpoint_is_kept_whole_in_our_format(native: Path, tmp_path: Path):
-    drafter = DSparkDrafter.from_pretrained(native)
+def test_a_deepspec_checkpoint_is_kept_whole_in_our_format(deepspec: Path, tmp_path: Path):
+    drafter = DSparkDrafter.from_pretrained(deepspec)
     drafter.save_pretrained(tmp_path / "ours")
     again = DSparkDrafter.from_pretrained(tmp_path / "ours")
     assert_same_tensors(drafter, again)
@@ -336,14 +339,14 @@ def test_a_deepspec_checkpoint_is_kept_whole_in_our_format(native: Path, tmp_pat
     torch.testing.assert_close(block_logits(drafter), block_logits(again))
 
 
-def test_embeddings_left_out_of_a_deepspec_checkpoint_are_borrowed(native: Path):
-    change_tensors(native, lambda tensors: [tensors.pop(name) for name in ("embed_tokens.weight", "lm_head.weight")])
-    drafter = DSparkDrafter.from_pretrained(native)
+def test_embeddings_left_out_of_a_deepspec_checkpoint_are_borrowed(deepspec: Path):
+    change_tensors(deepspec, lambda tensors: [tensors.pop(name) for name in ("embed_tokens.weight", "lm_head.weight")])
+    drafter = DSparkDrafter.from_pretrained(deepspec)
     assert (drafter.config.has_embed_tokens, drafter.config.has_lm_head) == (False, False)
     target = tiny.qwen3(vocab_size=211, hidden_size=64, num_hidden_layers=6)
     assert drafter.bind(target).embed_tokens is target.get_input_embeddings()
 
 
-def test_auto_model_does_not_take_a_deepspec_checkpoint_for_a_qwen3(native: Path):
+def test_auto_model_does_not_take_a_deepspec_checkpoint_for_a_qwen3(deepspec: Path):
     """`AutoModel` goes by the model type, which these files borrow from their target; so it is not the way to load them."""
-    assert AutoConfig.from_pretrained(native).model_type == "qwen3"
+    assert AutoConfig.from_pretrained(deepspec).model_type == "qwen3"

@@ -93,7 +93,7 @@ def test_calibrate(run, folders, tmp_path):
 
 
 def test_convert(run, folders):
-    formats = ("--format", "native", "--format", "speculators")
+    formats = ("--format", "deepspec", "--format", "speculators")
     printed = run("convert.py", folders.random, "--target", str(folders.target), "--output", "out", *formats)
     assert printed.count("read back") == 2
 

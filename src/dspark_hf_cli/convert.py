@@ -17,14 +17,14 @@ def convert(
     destination: Annotated[Path, typer.Argument(help="A new folder.")],
     format: Annotated[
         str,
-        typer.Option("--format", "-f", help="native (DeepSpec), vllm-sglang, speculators or modelopt (TensorRT-LLM)."),
+        typer.Option("--format", "-f", help="deepspec, vllm-sglang, speculators or modelopt (TensorRT-LLM)."),
     ],
     target: Annotated[
         str | None,
         typer.Option(
             "--target",
             "-t",
-            help="Its target. Named in the written file; read where the file has to hold its embedding or head (native, and "
+            help="Its target. Named in the written file; read where the file has to hold its embedding or head (deepspec, and "
             "reduced draft vocabularies).",
         ),
     ] = None,
@@ -48,7 +48,7 @@ def convert(
     bound = None
     if target is not None:
         drafter.config.target_name_or_path = target
-        if drafter.lm_head is None and (format == "native" or drafter.config.draft_vocab_size):
+        if drafter.lm_head is None and (format == "deepspec" or drafter.config.draft_vocab_size):
             from transformers import AutoModelForCausalLM
 
             bound = AutoModelForCausalLM.from_pretrained(target, dtype=drafter.dtype)

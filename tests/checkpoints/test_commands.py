@@ -52,7 +52,7 @@ def test_convert_writes_and_says_how_to_serve(folder: Path, tmp_path: Path):
 def test_convert_reads_the_target_where_its_embedding_belongs_in_the_file(folder: Path, tmp_path: Path):
     target = tiny.qwen3()
     target.save_pretrained(tmp_path / "target")
-    run("convert", folder, tmp_path / "out", "--format", "native", "--target", tmp_path / "target")
+    run("convert", folder, tmp_path / "out", "--format", "deepspec", "--target", tmp_path / "target")
     again = DSparkDrafter.from_pretrained(tmp_path / "out")
     assert again.embed_tokens.weight.equal(target.get_input_embeddings().weight)
 
@@ -66,4 +66,4 @@ def test_convert_gives_one_json_document(folder: Path, tmp_path: Path):
 def test_convert_refuses_an_unknown_format(folder: Path, tmp_path: Path):
     result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out"), "--format", "onnx"])
     assert result.exit_code == 2
-    assert "onnx is none of native" in result.output
+    assert "onnx is none of deepspec" in result.output

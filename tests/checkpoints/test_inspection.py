@@ -12,7 +12,7 @@ from dspark_hf import DSparkDrafter
 from dspark_hf.checkpoints import inspect_checkpoint
 
 FORMATS = {
-    "DeepSpec": "DeepSpec native",
+    "DeepSpec": "DeepSpec",
     "SpecForge": "SpecForge",
     "ModelOpt": "ModelOpt",
     "speculators": "speculators",
@@ -68,7 +68,7 @@ def test_an_engine_that_reads_it_has_no_reason_not_to(target, tmp_path: Path):
     change_config(folder, partial_rotary_factor=None)
     engines = inspect_checkpoint(folder).engines
     assert engines["vLLM"] == engines["SGLang"] == []
-    assert "does not read DeepSpec native files" in engines["TensorRT-LLM"][0]
+    assert "does not read DeepSpec files" in engines["TensorRT-LLM"][0]
 
 
 def test_a_file_that_an_engine_would_misread_is_not_for_it(target, tmp_path: Path):

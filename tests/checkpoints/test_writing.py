@@ -24,10 +24,10 @@ KINDS = {
     "as it is": ({}, ALL),
     "no confidence head": ({"enable_confidence_head": False, "confidence_head_with_markov": False}, ALL),
     "gated head": ({"markov_head_type": "gated"}, ALL),
-    "rnn head": ({"markov_head_type": "rnn"}, {"native", "vllm-sglang", "speculators"}),
+    "rnn head": ({"markov_head_type": "rnn"}, {"deepspec", "vllm-sglang", "speculators"}),
     "fill-in": ({"sample_from_anchor": False}, {"vllm-sglang", "speculators", "modelopt"}),
     "fill-in DFlash": (DFLASH | {"sample_from_anchor": False}, {"vllm-sglang", "speculators", "modelopt"}),
-    "DeepSpec's DFlash": (DFLASH, {"native", "speculators", "modelopt"}),
+    "DeepSpec's DFlash": (DFLASH, {"deepspec", "speculators", "modelopt"}),
     "sliding and causal": (SLIDING, {"vllm-sglang", "speculators", "modelopt"}),
     "sliding both ways": (SLIDING | {"is_causal": False}, {"vllm-sglang", "speculators", "modelopt"}),
     "mixed layers": (SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, {"speculators"}),
@@ -103,7 +103,7 @@ def test_what_a_format_cannot_hold_is_refused_and_leaves_nothing(kind: str, form
 def test_gemma4_layers(data: Path, shared: Path, tmp_path: Path):
     source = shared / "parity" / "f_gemma4_vanilla_confmarkov" / "drafter"
     drafter = DSparkDrafter.from_pretrained(source)
-    for format in ("native", "vllm-sglang"):
+    for format in ("deepspec", "vllm-sglang"):
         written = export(drafter, tmp_path / format, format)
         again = DSparkDrafter.from_pretrained(written.path)
         assert all(
@@ -118,11 +118,11 @@ def test_gemma4_layers(data: Path, shared: Path, tmp_path: Path):
 
 def test_deepspecs_own_files_come_back_as_they_were(data: Path, tmp_path: Path):
     source = data / "parity" / "a_qwen3_vanilla_confmarkov" / "drafter"
-    export(DSparkDrafter.from_pretrained(source), tmp_path / "native", "native")
-    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "native" / "model.safetensors")
+    export(DSparkDrafter.from_pretrained(source), tmp_path / "deepspec", "deepspec")
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "deepspec" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "native"))
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "deepspec"))
     asked_for = (
         "architectures",
         "target_layer_ids",
@@ -265,7 +265,7 @@ def test_an_empty_folder_may_be_written_to(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "format"), [("as it is", "native"), ("reduced vocabulary", "vllm-sglang")], ids=["native", "reduced"]
+    ("kind", "format"), [("as it is", "deepspec"), ("reduced vocabulary", "vllm-sglang")], ids=["deepspec", "reduced"]
 )
 def test_embeddings_that_have_to_be_in_the_file_must_come_from_somewhere(kind: str, format: str, tmp_path: Path):
     drafter = drafter_of(kind)
@@ -288,7 +288,7 @@ def test_a_head_of_its_own_is_not_left_out_silently(tmp_path: Path):
     drafter.bind(drafter.target_kept_alive[0])
     with pytest.raises(ValueError, match=r"own lm_head\.weight is not its target's"):
         export(drafter, tmp_path / "out", "vllm-sglang")
-    export(drafter, tmp_path / "out", "native")
+    export(drafter, tmp_path / "out", "deepspec")
 
 
 def test_a_draft_vocabulary_out_of_order_is_not_written(tmp_path: Path):

@@ -1,6 +1,6 @@
 """The one file that current vLLM and SGLang both load: DeepSpec's, with every field that either of them guesses written out.
 
-Read as what it is, DeepSpec native; only writing differs.
+It is read as a DeepSpec file; only writing differs.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
-from . import native
+from . import deepspec
 
 
 def write_config(config: DSparkConfig) -> dict[str, Any]:
-    written = native.write_config(config) | {
+    written = deepspec.write_config(config) | {
         "sample_from_anchor": config.sample_from_anchor,
         "dspark_bonus_anchor": not config.sample_from_anchor,
     }

@@ -13,7 +13,7 @@ from typing import Any
 from ..configuration_dspark import LAYER_FAMILIES, DSparkConfig
 
 # The format names of `reading.FORMATS`, and of files written for the engines.
-NATIVE, ENGINE_FILE, SPECULATORS, MODELOPT = "DeepSpec native", "vLLM and SGLang", "speculators", "ModelOpt"
+DEEPSPEC, ENGINE_FILE, SPECULATORS, MODELOPT = "DeepSpec", "vLLM and SGLang", "speculators", "ModelOpt"
 ZLAB, SPECFORGE, GGUF = "z-lab DFlash", "SpecForge", "GGUF"
 
 
@@ -37,7 +37,7 @@ def obstacles(config: DSparkConfig, format_name: str) -> dict[str, list[str]]:
 
 
 def _vllm(config: DSparkConfig, format_name: str) -> Iterator[str]:
-    if format_name not in (NATIVE, ENGINE_FILE, SPECULATORS, ZLAB):
+    if format_name not in (DEEPSPEC, ENGINE_FILE, SPECULATORS, ZLAB):
         yield f"it does not read {format_name} files: convert to vllm-sglang or speculators"
     yield from unknown_to_engines(config)
     if config.markov_rank and config.markov_head_type != "vanilla":
@@ -46,12 +46,12 @@ def _vllm(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield "it has no method for a drafter without sequential head whose anchor predicts"
     if layer_family(config) == "gemma4" and config.draft_vocab_size:
         yield "it serves Gemma 4 drafters with the full vocabulary only"
-    if layer_family(config) == "gemma4" and format_name not in (NATIVE, ENGINE_FILE):
+    if layer_family(config) == "gemma4" and format_name not in (DEEPSPEC, ENGINE_FILE):
         yield "it reads Gemma 4 drafters in DeepSpec's format only"
 
 
 def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
-    if format_name not in (NATIVE, ENGINE_FILE, ZLAB):
+    if format_name not in (DEEPSPEC, ENGINE_FILE, ZLAB):
         yield f"it does not read {format_name} files: convert to vllm-sglang"
     yield from unknown_to_engines(config)
     if layer_family(config) == "gemma4":
@@ -102,7 +102,7 @@ def _tensorrt(config: DSparkConfig, format_name: str) -> Iterator[str]:
 
 
 def _llama_cpp(config: DSparkConfig, format_name: str) -> Iterator[str]:
-    if format_name not in (NATIVE, ENGINE_FILE, SPECULATORS, SPECFORGE, ZLAB, GGUF):
+    if format_name not in (DEEPSPEC, ENGINE_FILE, SPECULATORS, SPECFORGE, ZLAB, GGUF):
         yield f"its converter does not read {format_name} files: convert to vllm-sglang or speculators first"
     yield from unknown_to_engines(config)
     if layer_family(config) == "gemma4":

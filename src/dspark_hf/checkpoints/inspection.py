@@ -159,7 +159,7 @@ def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
 def engine_obstacles(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Why each engine cannot serve these files, the drafter's and what the files leave to be misread."""
     reasons = engines.obstacles(checkpoint.config, checkpoint.format_name)
-    if checkpoint.format_name == engines.NATIVE:
+    if checkpoint.format_name == engines.DEEPSPEC:
         for engine in ("vLLM", "SGLang"):
             reasons[engine] += _misread(engine, checkpoint.config, checkpoint.source.config)
     return reasons

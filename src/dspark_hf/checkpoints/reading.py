@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..configuration_dspark import DSparkConfig
-from . import dspark, eagle3, gguf, modelopt, muse_glimmer, native, specforge, speculators, zlab
+from . import deepspec, dspark, eagle3, gguf, modelopt, muse_glimmer, specforge, speculators, zlab
 from .fields import draft_token_ids
 from .files import (
     FLOAT_TYPES,
@@ -31,7 +31,7 @@ from .files import (
 from .unsupported import refuse_unsupported
 
 # In the order they are tried.
-FORMATS: tuple[ModuleType, ...] = (dspark, eagle3, speculators, modelopt, native, specforge, zlab, muse_glimmer)
+FORMATS: tuple[ModuleType, ...] = (dspark, eagle3, speculators, modelopt, deepspec, specforge, zlab, muse_glimmer)
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -183,7 +183,7 @@ def open_source(
         raise ValueError(
             f"{path} is not a DSpark drafter in a format known here: model_type={raw.get('model_type')!r}, "
             f"architectures={raw.get('architectures')}. Known: {', '.join(reader.NAME for reader in FORMATS)}, "
-            f"with architectures such as {', '.join(native.ARCHITECTURES)}, DSparkDraftModel and DFlashDraftModel."
+            f"with architectures such as {', '.join(deepspec.ARCHITECTURES)}, DSparkDraftModel and DFlashDraftModel."
         )
     if zlab.is_mimo(raw) and "mask_embedding" not in renamed and has_file(path, zlab.MASK_PICKLE, hub):
         raise ValueError(

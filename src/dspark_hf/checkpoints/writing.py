@@ -19,16 +19,16 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_dspark import DSparkConfig
 from ..embeddings import target_embeddings
-from . import engine_file, engines, modelopt, native, speculators
+from . import deepspec, engine_file, engines, modelopt, speculators
 from .reading import read_checkpoint
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDrafter
 
-EXPORT_FORMATS = ("native", "vllm-sglang", "speculators", "modelopt")
+EXPORT_FORMATS = ("deepspec", "vllm-sglang", "speculators", "modelopt")
 
 FORMAT_NAMES = {
-    "native": engines.NATIVE,
+    "deepspec": engines.DEEPSPEC,
     "vllm-sglang": engines.ENGINE_FILE,
     "speculators": engines.SPECULATORS,
     "modelopt": engines.MODELOPT,
@@ -36,7 +36,7 @@ FORMAT_NAMES = {
 
 # Which engines a format is written for.
 MADE_FOR = {
-    "native": ("vLLM", "SGLang"),
+    "deepspec": ("vLLM", "SGLang"),
     "vllm-sglang": ("vLLM", "SGLang", "llama.cpp"),
     "speculators": ("vLLM", "llama.cpp"),
     "modelopt": ("TensorRT-LLM",),
@@ -44,7 +44,7 @@ MADE_FOR = {
 
 # What the software of a format does not know.
 LIMITS: dict[str, Callable[[DSparkConfig], Iterator[str]]] = {
-    "native": native.limits,
+    "deepspec": deepspec.limits,
     "speculators": speculators.limits,
 }
 
@@ -107,11 +107,11 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
     ```
 
     Args:
-        drafter (`DSparkDrafter`): The drafter. The native format and a reduced draft vocabulary want its target's
+        drafter (`DSparkDrafter`): The drafter. The deepspec format and a reduced draft vocabulary want its target's
             embedding or LM head in the file: call `drafter.bind(target)` first.
         dst: A folder that does not exist or is empty.
         format (`str`):
-            `"native"` for DeepSpec, `"vllm-sglang"` for one file that both engines load, `"speculators"` for vLLM and the
+            `"deepspec"` for DeepSpec, `"vllm-sglang"` for one file that both engines load, `"speculators"` for vLLM and the
             speculators package, `"modelopt"` for TensorRT-LLM.
 
     Returns:
@@ -170,10 +170,10 @@ def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
 def translate(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The `config.json` and the tensors to write."""
     config = drafter.config
-    if format == "native" or config.draft_vocab_size:
+    if format == "deepspec" or config.draft_vocab_size:
         drafter = owning(drafter)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    if format != "native":
+    if format != "deepspec":
         # Engines and speculators use the target's; of the head only a reduced one is kept.
         dropped = EMBEDDINGS[:1] if config.draft_vocab_size else EMBEDDINGS
         check_dropped(drafter, dropped)
@@ -190,7 +190,7 @@ def translate(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict
     if format == "speculators":
         written = speculators.write_config(config, target_architectures(drafter))
     else:
-        written = {"native": native, "vllm-sglang": engine_file, "modelopt": modelopt}[format].write_config(config)
+        written = {"deepspec": deepspec, "vllm-sglang": engine_file, "modelopt": modelopt}[format].write_config(config)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
     if len(dtypes) > 1:
         raise ValueError(
@@ -223,7 +223,7 @@ def check_dropped(drafter: DSparkDrafter, names: tuple[str, ...]) -> None:
         if name in names and ours is not None and not torch.equal(ours, theirs.weight.to(ours)):
             raise ValueError(
                 f"The drafter's own {name} is not its target's, but engines would use the target's. Load the drafter with "
-                "borrow_embeddings=True if that is meant, or write the native format, which keeps it."
+                "borrow_embeddings=True if that is meant, or write the deepspec format, which keeps it."
             )
 
 
@@ -303,7 +303,7 @@ def report(drafter: DSparkDrafter, dst: Path, format: str) -> Export:
     reasons = engines.obstacles(config, FORMAT_NAMES[format])
     made_for = MADE_FOR[format]
     notes = []
-    if format != "native" and drafter.embed_tokens is not None:
+    if format != "deepspec" and drafter.embed_tokens is not None:
         notes.append(
             "the drafter's copies of its target's embedding and LM head are left out; engines use the target's"
         )

@@ -1,4 +1,4 @@
-"""DeepSpec-native checkpoints: `deepseek-ai/dspark_*` and `deepseek-ai/dflash_*`, and vendors' copies of their layout.
+"""DeepSpec checkpoints: `deepseek-ai/dspark_*` and `deepseek-ai/dflash_*`, and vendors' copies of their layout.
 
 The configuration is a copy of the target's with drafter fields added, so it carries keys that mean nothing for the
 drafter (partial rotary factors, window counts, mixture settings). Tensor names are those of [`DSparkDrafter`].
@@ -15,7 +15,7 @@ from .engines import layer_family
 from .fields import decoder_dict, flat_config, head_dict
 from .files import TensorInfo
 
-NAME = "DeepSpec native"
+NAME = "DeepSpec"
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3DSparkModel": {},
