@@ -1,5 +1,8 @@
 """The drafter against the reference implementation, and what must hold for every configuration of it."""
 
+import copy
+import functools
+import pickle
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -670,6 +673,67 @@ def test_binding_follows_a_head_that_was_replaced() -> None:
     drafter.bind(target)
     target.lm_head = nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False)
     assert_speaks_through(drafter, target)
+
+
+def moved_to_other_memory(head: nn.Linear) -> None:
+    head.weight.data = head.weight.data.clone().mul_(2)
+
+
+def written_to(head: nn.Linear) -> None:
+    with torch.no_grad():
+        head.weight.mul_(2)
+
+
+def given_another_weight(head: nn.Linear) -> None:
+    head.weight = nn.Parameter(2 * head.weight.detach())
+
+
+def converted(head: nn.Linear) -> None:
+    head.to(torch.float64)
+
+
+@pytest.mark.parametrize("change", [moved_to_other_memory, written_to, given_another_weight, converted])
+def test_binding_follows_the_weight_of_the_head(change) -> None:
+    drafter, target = reduced_drafter(), tiny.qwen3()
+    drafter.bind(target)
+    change(target.lm_head)
+    hidden_states = torch.randn(3, tiny.HIDDEN_SIZE, dtype=target.lm_head.weight.dtype)
+    expected = target.lm_head(hidden_states)[:, drafter.draft_token_ids]
+    torch.testing.assert_close(drafter.bind(target).logits(hidden_states), expected)
+
+
+def copied(drafter: nn.Module, folder: Path) -> nn.Module:
+    return copy.deepcopy(drafter)
+
+
+def pickled(drafter: nn.Module, folder: Path) -> nn.Module:
+    return pickle.loads(pickle.dumps(drafter))
+
+
+def saved_by_torch(drafter: nn.Module, folder: Path) -> nn.Module:
+    torch.save(drafter, folder / "drafter.pt")
+    return torch.load(folder / "drafter.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copied, pickled, saved_by_torch])
+@pytest.mark.parametrize(
+    "build",
+    [tiny.random_drafter, functools.partial(tiny.random_drafter, draft_vocab_size=16), tiny.eagle3_drafter],
+    ids=["DSpark", "reduced vocabulary", "EAGLE-3"],
+)
+def test_a_drafter_that_has_drafted_is_copied_without_its_target(build, again, tmp_path: Path) -> None:
+    target = tiny.qwen3()
+    drafter = build(target)
+    inputs, settings = tiny.prompt(), {"max_new_tokens": 8, "do_sample": False}
+    drafted = target.generate(**inputs, **settings, assistant_model=drafter)
+    assert drafter.bound_target is target
+    copy_of_it = again(drafter, tmp_path)
+    assert copy_of_it.bound_target is None and drafter.bound_target is target
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(copy_of_it.state_dict()[name], tensor), name
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=copy_of_it), drafted)
+    held = sum(p.numel() for p in drafter.parameters())
+    assert len(pickle.dumps(copy_of_it)) < 4 * held + 100_000  # Nothing of the target's came along.
 
 
 def test_what_inference_mode_gathered_can_be_trained_through() -> None:

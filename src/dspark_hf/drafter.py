@@ -94,7 +94,7 @@ class Drafter(PreTrainedModel):
         # What a pass of the target costs, where it was measured; schedulers and back-off reckon with it.
         self.throughput_curve: ThroughputCurve | None = None
         # Kept outside the module tree, so that the target's tensors are not moved, trained or saved as ours.
-        self._bound: tuple[weakref.ref, SharedEmbeddings] | None = None
+        self._binding: tuple[weakref.ref[PreTrainedModel], SharedEmbeddings] | None = None
         self.post_init()
         for module in (self.embed_tokens, self.lm_head):
             if module is not None:
@@ -111,6 +111,13 @@ class Drafter(PreTrainedModel):
             init.normal_(module.mask_embedding, std=module.config.initializer_range)
         if isinstance(module, Drafter) and module.draft_token_ids is not None:
             init.copy_(module.draft_token_ids, torch.arange(len(module.draft_token_ids)))
+
+    # ------------------------------------------------------------------ what kinds answer differently
+
+    @property
+    def passes_per_round(self) -> int:
+        """Passes of the drafter that a whole round of drafts takes: 1 where all slots are computed together."""
+        return 1
 
     # ------------------------------------------------------------------ embeddings
 
@@ -132,11 +139,11 @@ class Drafter(PreTrainedModel):
         Raises:
             ValueError: when there is nothing to borrow from, or the target's shapes do not fit the drafter.
         """
-        bound = self._bound  # Read once: another thread may bind meanwhile.
-        if target is None and bound is not None:
-            target = bound[0]()
+        binding = self._binding  # Read once: another thread may bind meanwhile.
+        if target is None and binding is not None:
+            target = binding[0]()
             if target is None:  # The target is gone, but not what was borrowed from it.
-                return bound[1]
+                return binding[1]
         embed_tokens, lm_head = self.embed_tokens, self.lm_head
         if target is not None:
             check_target(self.config, target)
@@ -147,8 +154,9 @@ class Drafter(PreTrainedModel):
                 "This drafter has no embedding or LM head of its own: call drafter.bind(target) first. "
                 f"It was made for {self.config.target_name_or_path or 'a target its configuration does not name'}."
             )
-        if bound is not None and bound[0]() is target and bound[1].serves(embed_tokens, lm_head, self.draft_token_ids):
-            return bound[1]
+        known = binding[1] if binding is not None and binding[0]() is target else None
+        if known is not None and known.serves(embed_tokens, lm_head, self.draft_token_ids):
+            return known
         embeddings = SharedEmbeddings(
             embed_tokens,
             lm_head,
@@ -158,8 +166,21 @@ class Drafter(PreTrainedModel):
             raw_embeddings=self.config.raw_embeddings,
         )
         if target is not None:
-            self._bound = (weakref.ref(target), embeddings)
+            self._binding = (weakref.ref(target), embeddings)
         return embeddings
+
+    def unbind(self) -> None:
+        """Forgets the target."""
+        self._binding = None
+
+    @property
+    def bound_target(self) -> PreTrainedModel | None:
+        """The target that the drafter was last bound to; `None` without one, and when it is gone."""
+        return None if self._binding is None else self._binding[0]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the target out: bind them to theirs."""
+        return self.__dict__ | {"_binding": None}
 
     def base_logits(self, hidden_states: torch.Tensor, embeddings: SharedEmbeddings) -> torch.Tensor:
         """`U_k` `[..., V_draft]` in float32 from normed hidden states, scaled and soft-capped where configured."""
@@ -213,7 +234,7 @@ class Drafter(PreTrainedModel):
             tensors = checkpoint.read_tensors(set(expected))
             loaded = super().from_pretrained(None, *model_args, config=config, state_dict=tensors, **kwargs)
         drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
-        drafter._check_values(pretrained_model_name_or_path)
+        drafter.check_values(pretrained_model_name_or_path)
         # transformers reads these only for models that generate by themselves.
         # `update` leaves out names that are not transformers' own.
         for name, value in checkpoint.generation_settings.items():
@@ -232,8 +253,16 @@ class Drafter(PreTrainedModel):
             raise ValueError(f"{path} is of another kind of drafter: load it with {kind.__name__} or Drafter.")
         return cls
 
-    def _check_values(self, path: Any) -> None:
-        """Raises `ValueError` for weights that are not finite and for a draft vocabulary that is none."""
+    def check_values(self, path: Any) -> None:
+        """
+        Looks at the weights themselves.
+
+        Args:
+            path: Where they came from, for the message.
+
+        Raises:
+            ValueError: for weights that are not finite, and for a draft vocabulary with ids that repeat or do not exist.
+        """
         named = [*self.named_parameters(), *self.named_buffers()]
         values = {name: tensor for name, tensor in named if tensor.is_floating_point() and not tensor.is_meta}
         if broken := [name for name, tensor in values.items() if not torch.isfinite(tensor).all()]:
@@ -290,7 +319,7 @@ class Drafter(PreTrainedModel):
         if format is not None:
             written = export(self, save_directory, format) if is_main_process else None
         else:
-            model = self._with_embeddings() if include_embeddings else self
+            model = self.owning_embeddings() if include_embeddings else self
             super(Drafter, model).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
             if is_main_process:
                 self.generation_config.save_pretrained(save_directory)
@@ -351,16 +380,19 @@ class Drafter(PreTrainedModel):
         commit = Commit(repo_id, private, token, revision, create_pr, commit_message, commit_description)
         return push(self, commit, write, beside, tags=tags or (), base_model=base_model, license=license)
 
-    def _with_embeddings(self) -> Drafter:
-        """A shallow twin that owns what this drafter borrows."""
+    def owning_embeddings(self) -> Drafter:
+        """
+        A shallow twin with copies of the embedding and LM head that this drafter borrows.
+
+        Raises:
+            ValueError: when it is bound to nothing, or the target's are quantized or offloaded.
+        """
         embeddings = self.bind()
         twin = copy.copy(self)
-        twin._modules = dict(self._modules)
+        twin._modules, twin._binding = dict(self._modules), self._binding
         twin.config = copy.deepcopy(self.config)
         twin.config.has_embed_tokens = twin.config.has_lm_head = True
-        head_weight = (
-            embeddings._reduced_weight if embeddings._reduced_weight is not None else embeddings.lm_head.weight
-        )
+        head_weight = embeddings.head_weight()
         twin.embed_tokens = nn.Embedding.from_pretrained(embeddings.embed_tokens.weight.detach().clone())
         twin.lm_head = nn.Linear(head_weight.shape[1], head_weight.shape[0], bias=False, device="meta")
         twin.lm_head.weight = nn.Parameter(head_weight.detach().clone(), requires_grad=False)

@@ -1,6 +1,8 @@
-"""The embedding and LM head a drafter speaks through: its own, or the target's by reference."""
+"""The embedding and LM head that a drafter uses: its own, or the target's by reference."""
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 from torch import nn
@@ -40,19 +42,36 @@ class SharedEmbeddings:
         self.raw_embeddings = raw_embeddings
         self.scale = embedding_scale / module_scale
         self.draft_token_ids = None if head_is_reduced else draft_token_ids
-        self._reduced_weight = self._gather_head_rows()
-        # What was gathered is a copy; these tell whether it still is what the head and the draft vocabulary hold.
-        self._gathered_ids = None if self._reduced_weight is None else draft_token_ids.clone()  # type: ignore[union-attr]
-        self._gathered_from = None if self._reduced_weight is None else lm_head.weight.data_ptr()
+        # A copy of the head's rows; the stamps tell whether it still is what the head and the draft vocabulary hold.
+        self._gathered_rows = self._gather_head_rows()
 
     def serves(self, embed_tokens: nn.Module, lm_head: nn.Module, draft_token_ids: torch.Tensor | None) -> bool:
         """Whether this is made of these modules as they are now, and of these draft tokens."""
         if self.embed_tokens is not embed_tokens or self.lm_head is not lm_head:
             return False
-        if self._gathered_ids is None or draft_token_ids is None:
-            return self.draft_token_ids is None or self.draft_token_ids is draft_token_ids
-        same_ids = torch.equal(self._gathered_ids, draft_token_ids.to(self._gathered_ids.device))
-        return same_ids and self._gathered_from == lm_head.weight.data_ptr()
+        if self.draft_token_ids is not None and self.draft_token_ids is not draft_token_ids:
+            return False
+        if self._gathered_rows is None:
+            return True
+        weight, ids = self._gathered_from
+        return weight.is_still(lm_head.weight) and ids.is_still(draft_token_ids)
+
+    def head_weight(self) -> torch.Tensor:
+        """
+        The head's weight over the draft vocabulary, `[V_draft, D]`, not a copy where the head gives no other tokens.
+
+        Raises:
+            ValueError: when the head holds no plain weight, as quantized and offloaded ones.
+        """
+        if self._gathered_rows is not None:
+            return self._gathered_rows
+        weight = getattr(self.lm_head, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.is_meta or not weight.is_floating_point():
+            raise ValueError(
+                f"The target's LM head ({type(self.lm_head).__name__}) is quantized or offloaded, so its weight cannot be "
+                "copied: bind the drafter to an unquantized target in memory."
+            )
+        return weight if self.draft_token_ids is None else weight[self.draft_token_ids.to(weight.device)]
 
     def embed(self, token_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Rows `[..., D]` of `token_ids` `[...]`, on the device and in the dtype of `like`."""
@@ -66,8 +85,7 @@ class SharedEmbeddings:
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Raw logits `[..., V_draft]` of `hidden_states` `[..., D]`, on their device."""
-        if self._reduced_weight is not None:
-            weight = self._reduced_weight
+        if (weight := self._gathered_rows) is not None:
             return nn.functional.linear(hidden_states.to(weight), weight).to(hidden_states.device)
         logits = self.target_logits(hidden_states)
         if self.draft_token_ids is not None:
@@ -87,9 +105,30 @@ class SharedEmbeddings:
         if self.draft_token_ids is None or not plain:
             return None
         weight = self.lm_head.weight.detach()
+        self._gathered_from = Stamp(self.lm_head.weight), Stamp(self.draft_token_ids)
         # A tensor made in inference mode could not take part in training later.
         with torch.inference_mode(False), torch.no_grad():
             return weight.index_select(0, self.draft_token_ids.to(weight.device))
+
+
+class Stamp:
+    """Tells whether a tensor is still the one it was: not replaced, moved, converted or written to."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = weakref.ref(tensor)
+        self._address = tensor.data_ptr()
+        self._version = _version(tensor)
+
+    def is_still(self, tensor: torch.Tensor | None) -> bool:
+        """`False` for tensors made in inference mode as well, which do not count how often they were written to."""
+        if tensor is None or self._version is None:
+            return False
+        unchanged = self._address == tensor.data_ptr() and self._version == _version(tensor)
+        return unchanged and self._tensor() is tensor
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

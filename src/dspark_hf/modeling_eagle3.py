@@ -93,6 +93,11 @@ class Eagle3Drafter(Drafter):
         self.rotary_emb = DSparkRotaryEmbedding(config)
         self._add_embeddings()
 
+    @property
+    def passes_per_round(self) -> int:
+        """One for each draft."""
+        return self.config.num_draft_tokens
+
     # ------------------------------------------------------------------ drafting
 
     def project_context(self, context_features: torch.Tensor) -> torch.Tensor:

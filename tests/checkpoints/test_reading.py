@@ -306,7 +306,6 @@ SPARSE = torch.tensor([1, 2, 3, 9, 10, 40, 41, 90, 126])
 def reduced(target) -> DSparkDrafter:
     drafter = bound(target, draft_vocab_size=len(SPARSE))
     drafter.draft_token_ids.copy_(SPARSE)
-    drafter._bound = None
     drafter.bind(target)
     return drafter
 

@@ -69,7 +69,6 @@ def drafter_of(kind: str, **fields) -> DSparkDrafter:
 @pytest.mark.parametrize(("kind", "format"), HELD, ids=" in ".join)
 def test_a_round_trip_changes_nothing(kind: str, format: str, tmp_path: Path):
     drafter = drafter_of(kind).to(torch.bfloat16)
-    drafter._bound = None
     drafter.bind(drafter.target_kept_alive[0].to(torch.bfloat16))
     written = drafter.save_pretrained(tmp_path / "once", format=format)
     assert {file.name for file in tmp_path.iterdir()} == {"once"}
@@ -269,20 +268,20 @@ def test_an_empty_folder_may_be_written_to(tmp_path: Path):
 )
 def test_embeddings_that_have_to_be_in_the_file_must_come_from_somewhere(kind: str, format: str, tmp_path: Path):
     drafter = drafter_of(kind)
-    drafter._bound = None
+    drafter.unbind()
     with pytest.raises(ValueError, match=r"drafter\.bind\(target\)"):
         export(drafter, tmp_path / "out", format)
 
 
 def test_copies_of_the_targets_tensors_are_left_out_for_engines(tmp_path: Path):
-    drafter = drafter_of("as it is")._with_embeddings()
+    drafter = drafter_of("as it is").owning_embeddings()
     written = export(drafter, tmp_path / "out", "vllm-sglang")
     assert any("are left out" in note for note in written.notes)
     assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(tmp_path / "out" / "model.safetensors").keys()
 
 
 def test_a_head_of_its_own_is_not_left_out_silently(tmp_path: Path):
-    drafter = drafter_of("as it is")._with_embeddings()
+    drafter = drafter_of("as it is").owning_embeddings()
     with torch.no_grad():
         drafter.lm_head.weight[0].add_(1.0)
     drafter.bind(drafter.target_kept_alive[0])

@@ -141,3 +141,19 @@ def test_back_off_reckons_with_the_schedulers_curve_then_with_the_drafters():
     own = curve_for(target)
     assert backoff_of(drafter, target, ThroughputScheduler(own), 1, None)._costs is own
     assert backoff_of(drafter, target, FixedLength(), 1, None)._costs is drafter.throughput_curve
+
+
+def weights_of(*modules):
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "passes"), [(tiny.random_drafter, 1), (tiny.eagle3_drafter, tiny.BLOCK_SIZE)], ids=["DSpark", "EAGLE-3"]
+)
+def test_assumed_drafting_reads_the_weights_once_for_each_pass_of_the_drafter(build, passes):
+    target = rig.target()
+    drafter = build(target)
+    read = weights_of(drafter, target.lm_head)
+    of_the_target = weights_of(target) - weights_of(target.get_input_embeddings())
+    costs = backoff_of(drafter, target, FixedLength(), 1, None)._costs
+    assert costs.drafting_seconds(1) / costs.pass_seconds(1, 0) == pytest.approx(passes * read / of_the_target)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_dspark import DSparkConfig
@@ -126,7 +126,7 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
     dst = Path(dst)
     if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
         raise FileExistsError(f"{dst} already holds something: choose a new folder.")
-    drafter._check_values(drafter.config.name_or_path or type(drafter).__name__)
+    drafter.check_values(drafter.config.name_or_path or type(drafter).__name__)
     check_servable(drafter.config, dst, format)
     config, tensors = translate(drafter, format)
     dst.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def owning(drafter: DSparkDrafter) -> DSparkDrafter:
     """
     if drafter.lm_head is not None and (drafter.embed_tokens is not None or drafter.config.draft_vocab_size):
         return drafter
-    return drafter._with_embeddings()
+    return drafter.owning_embeddings()
 
 
 def check_dropped(drafter: DSparkDrafter, names: tuple[str, ...]) -> None:
@@ -216,7 +216,7 @@ def check_dropped(drafter: DSparkDrafter, names: tuple[str, ...]) -> None:
     Raises `ValueError` when the drafter owns an embedding or LM head that is left out although the target's differs. Only
     known for a drafter that was bound to its target; formats mean them to be frozen copies.
     """
-    if (target := bound_target(drafter)) is None:
+    if (target := drafter.bound_target) is None:
         return
     for name, theirs in zip(EMBEDDINGS, target_embeddings(target), strict=True):
         ours = drafter.state_dict().get(name)
@@ -227,12 +227,8 @@ def check_dropped(drafter: DSparkDrafter, names: tuple[str, ...]) -> None:
             )
 
 
-def bound_target(drafter: DSparkDrafter) -> PreTrainedModel | None:
-    return drafter._bound[0]() if drafter._bound is not None else None
-
-
 def target_architectures(drafter: DSparkDrafter) -> list[str]:
-    target = bound_target(drafter)
+    target = drafter.bound_target
     return [] if target is None else list(target.config.architectures or [type(target).__name__])
 
 

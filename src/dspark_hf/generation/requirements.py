@@ -142,16 +142,13 @@ def backoff_of(
 
 
 def _relative_size(drafter: Drafter, target: PreTrainedModel) -> float:
-    """Weights read to draft a block over those read for a pass of the target."""
+    """Weights read to draft a whole round over those read for a pass of the target."""
     # A lookup in an embedding reads next to nothing, but tied weights are read by the LM head.
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     lookups = [] if getattr(embedding, "weight", None) is getattr(head, "weight", None) else [embedding]
     own = _num_weights(drafter) - sum(_num_weights(m) for m in (drafter.embed_tokens, drafter.lm_head) if m is not None)
     own += drafter.config.logits_size * drafter.config.hidden_size
-    if hasattr(drafter, "step"):  # One pass for each draft, not one for all.
-        own *= drafter.config.num_draft_tokens
-    if drafter.config.is_autoregressive:  # Read again for every draft.
-        own *= drafter.config.num_draft_tokens
+    own *= drafter.passes_per_round
     return own / max(_num_weights(target) - sum(_num_weights(module) for module in lookups), 1)
 
 
