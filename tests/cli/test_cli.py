@@ -97,7 +97,7 @@ def test_other_settings_are_an_error_that_names_them(folders, prompts, tmp_path)
     output = tmp_path / "out"
     bench(folders, prompts, output, "--no-prompt-lookup")
     result = bench(folders, prompts, output, "--no-prompt-lookup", "--seed", 1)
-    assert isinstance(result.exception, ValueError) and "seed was 0, is 1" in str(result.exception)
+    assert isinstance(result.exception, ValueError) and "seed was 0, now 1" in str(result.exception)
 
 
 @pytest.mark.parametrize(

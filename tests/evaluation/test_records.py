@@ -46,16 +46,11 @@ def test_every_interrupted_write_is_survived(tmp_path):
 
 def test_other_settings_are_refused_by_name(tmp_path):
     path = tmp_path / "records.jsonl"
-    RecordFile(path, SETTINGS).close()
-    with pytest.raises(ValueError, match="seed was 0, is 1"):
+    file = RecordFile(path, SETTINGS)
+    file.add(record(0))
+    file.close()
+    with pytest.raises(ValueError, match="seed was 0, now 1"):
         RecordFile(path, SETTINGS | {"seed": 1})
-
-
-def test_a_file_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps({"prompt": "a"}) + "\n")
-    with pytest.raises(ValueError, match="not a file of measurements"):
-        RecordFile(path, SETTINGS)
 
 
 def test_rounds_are_packed_and_unpacked():

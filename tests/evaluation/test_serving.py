@@ -6,7 +6,6 @@ import pytest
 import tiny_folders
 
 import tiny
-from dspark_hf.evaluation.records import LineFile
 from dspark_hf.evaluation.serving import (
     ASYNC,
     FIXED,
@@ -81,7 +80,6 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert seen[9][1:] == (10, 10) and seen[19][1:] == (20, 20)
     with pytest.raises(ValueError, match="other settings"):
         LoadFile(tmp_path / "loads.jsonl", {"a": 2})
-    assert issubclass(LoadFile, LineFile)
 
 
 def load(method, seconds, repeat=0, batch=2, verify_length=0.0):

@@ -44,7 +44,7 @@ from dspark_hf.responses.regeneration import (
 )
 from dspark_hf.responses.self_prompting import self_prompt
 from dspark_hf.responses.server import ServerRegenerator
-from dspark_hf.storage.resumable_lines import ResumableLines
+from dspark_hf.storage.json_lines import ResumableLines
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"
@@ -348,14 +348,14 @@ def test_rows_hold_the_targets_own_response(target: PreTrainedModel, tokenizer: 
         assert row["response"] == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def killing_append(after: int) -> Callable[[ResumableLines, dict[str, Any]], bool]:
+def killing_append(after: int) -> Callable[[ResumableLines, dict[str, Any]], None]:
     """`ResumableLines.append` that stops the run once `after` rows are written."""
     append, count = ResumableLines.append, iter(range(after))
 
-    def append_or_stop(self: ResumableLines, row: dict[str, Any]) -> bool:
+    def append_or_stop(self: ResumableLines, row: dict[str, Any]) -> None:
         if next(count, None) is None:
             raise KeyboardInterrupt
-        return append(self, row)
+        append(self, row)
 
     return append_or_stop
 
@@ -433,42 +433,6 @@ def test_an_output_is_not_continued_with_other_settings(tmp_path: Path, now: dic
         Echo(**now).run(ASKED, tmp_path / "out.jsonl", progress=False)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "not JSON\nmore of it\n",
-        "one long line",
-        '{"precious": 1}',
-        '{"prompt": "x"}\n{"prompt": "y"}',
-        '{"id": 0, "text": "x"}\n{"id": 1, "text": "y"}',
-    ],
-)
-def test_a_file_of_something_else_is_not_touched(tmp_path: Path, text: str) -> None:
-    output = tmp_path / "mine"
-    output.write_text(text)
-    with pytest.raises(ValueError, match="was not begun here"):
-        ResumableLines(output, {})
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    assert output.read_text() == text
-
-
-@pytest.mark.parametrize(("text", "told"), [("no\nmore\n", "Line 1"), ('{"x": 1}\n{"id"', "rows without 'id'")])
-def test_a_file_that_was_replaced_is_not_touched(tmp_path: Path, text: str, told: str) -> None:
-    output = tmp_path / "out.jsonl"
-    ResumableLines(output, {}).close()
-    output.write_text(text)
-    with pytest.raises(ValueError, match=told):
-        ResumableLines(output, {})
-    assert output.read_text() == text
-
-
-def test_a_file_has_one_writer_at_a_time(tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    with ResumableLines(output, {}), pytest.raises(ValueError, match="Another process writes"):
-        ResumableLines(output, {})
-    ResumableLines(output, {}).close()
-
-
 def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"turns": ["b", "c"]}\n')
@@ -524,7 +488,7 @@ def test_rows_that_cannot_be_answered_are_left_out_and_named(
     with caplog.at_level(logging.WARNING, regeneration.__name__):
         assert Regenerator(target, picky, settings).run(rows, tmp_path / "out.jsonl", progress=False) == 1
     assert [row["id"] for row in read_rows(tmp_path / "out.jsonl")] == [6]
-    assert all(f"Prompt {i} is left out" in caplog.text for i in (0, 1, 2, 3, 4, 5, 7))
+    assert all(f"Prompt {i} is skipped" in caplog.text for i in (0, 1, 2, 3, 4, 5, 7))
     assert "begin with the user" in caplog.text
 
 
@@ -656,7 +620,7 @@ def test_a_prompt_that_fills_the_context_is_left_out_and_said(
             rows, tmp_path / "out.jsonl", progress=False
         )
     (row,) = read_rows(tmp_path / "out.jsonl")
-    assert "Prompt 0 is left out" in caplog.text
+    assert "Prompt 0 is skipped" in caplog.text
     assert row["id"] == 1
     assert len(row["response_ids"]) == 16 - 12
 
@@ -815,7 +779,7 @@ def test_a_server_answers_in_the_targets_place(server: str, tmp_path: Path, capl
     assert {i: row["response"] for i, row in written.items()} == {0: "b a", 2: "cut", 3: "f e", 4: "cut", 5: "j i"}
     assert [i for i, row in sorted(written.items()) if not row["finished"]] == [2, 4]
     assert [message["content"] for message in written[3]["messages"]] == ["c d", "d c", "e f"]
-    assert "Prompt 1 is left out" in caplog.text
+    assert "Prompt 1 is skipped" in caplog.text
     assert "Prompt 5 ends after 1 of its turns" in caplog.text
     body = StubServer.received[0]
     assert (body["model"], body["max_tokens"], body["temperature"], body["top_k"]) == ("some-target", 7, 0.6, -1)

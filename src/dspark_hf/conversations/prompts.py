@@ -45,7 +45,7 @@ class Conversation:
     def give_up(self, reason: object) -> None:
         """Say why the last of the user's turns gets no response, and drop it where there are responses before it."""
         if not self.num_responses:
-            logger.warning("Prompt %d is left out: %s.", self.id, reason)
+            logger.warning("Prompt %d is skipped: %s.", self.id, reason)
             return
         self.messages.pop()
         logger.warning("Prompt %d ends after %d of its turns: %s.", self.id, self.num_responses, reason)
@@ -183,7 +183,7 @@ def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
         try:
             conversations.append(as_conversation(index, row))
         except Unanswerable as reason:
-            logger.warning("Prompt %d is left out: %s.", index, reason)
+            logger.warning("Prompt %d is skipped: %s.", index, reason)
     return conversations
 
 

@@ -1,15 +1,13 @@
-"""What was measured, as it lies on disk: one JSON line for each finished prompt and method."""
+"""The measurements of a run on the disk: one JSON line for each finished prompt and method."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..generation.telemetry import Round
+from ..storage.json_lines import ResumableLines
 
 _ROUND_FIELDS = tuple(f.name for f in fields(Round))
 
@@ -76,52 +74,28 @@ class Difference:
     gap: float | None
 
 
-class LineFile:
+class RecordFile:
     """
-    A file of JSON lines that a run writes. A line is on disk before the next measurement starts, so a run that was stopped
-    can go on. Those who derive from it say in `_take` what a line is.
+    The measurements of a `bench` or `sweep` run on the disk, from which an interrupted run resumes.
 
     Args:
-        path: The file; it is made when it does not exist.
-        settings: What the measurements depend on. A file made with other settings is refused.
+        path: The file, made where it does not exist; see [`~dspark_hf.storage.json_lines.ResumableLines`].
+        settings: What the measurements depend on.
 
     Raises:
-        ValueError: naming the settings that differ.
+        ValueError: naming the settings that differ from those of the measurements in the file.
     """
-
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        self.path = path
-        settings = json.loads(json.dumps(settings))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        complete = list(_complete_lines(path))
-        if complete:
-            _refuse_other_settings(path, complete[0].get("settings"), settings)
-            for line in complete[1:]:
-                self._take(line)
-        self._file = path.open("a", encoding="utf-8")
-        if not complete:
-            self._write({"settings": settings})
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _take(self, line: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-
-class RecordFile(LineFile):
-    """The file of a `bench` or `sweep` run; see [`LineFile`]."""
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.records: dict[tuple[str, int, str], Record] = {}
         self.differences: list[Difference] = []
         self.checked: set[tuple[str, int, str]] = set()
-        super().__init__(path, settings)
+        self._lines = ResumableLines(path, settings, kinds=("record", "check"))
+        for line in self._lines.written:
+            self._take(line)
+
+    def close(self) -> None:
+        self._lines.close()
 
     def add(self, record: Record) -> None:
         """Keeps a finished measurement."""
@@ -129,13 +103,13 @@ class RecordFile(LineFile):
         for turn, written in zip(record.turns, line["turns"], strict=True):
             written["rounds"] = pack_rounds(turn.rounds)
         self._take({"record": line})
-        self._write({"record": line})
+        self._lines.append({"record": line})
 
     def add_check(self, key: tuple[str, int, str], difference: Difference | None) -> None:
         """Keeps the outcome of comparing an answer with that of plain `generate`."""
         line = {"check": {"key": list(key), "difference": None if difference is None else asdict(difference)}}
         self._take(line)
-        self._write(line)
+        self._lines.append(line)
 
     # ------------------------------------------------------------------ helpers
 
@@ -145,7 +119,7 @@ class RecordFile(LineFile):
             turns = [Turn(**(turn | {"rounds": unpack_rounds(turn["rounds"])})) for turn in fields_["turns"]]
             record = Record(**(fields_ | {"turns": turns}))
             self.records[record.key] = record
-        elif "check" in line:
+        else:
             task, prompt, method = line["check"]["key"]
             self.checked.add((task, prompt, method))
             if line["check"]["difference"] is not None:
@@ -167,28 +141,3 @@ def unpack_rounds(packed: dict[str, list]) -> list[Round]:
     """The inverse of [`pack_rounds`], up to rounding."""
     known = {name: values for name, values in packed.items() if name in _ROUND_FIELDS}
     return [Round(**dict(zip(known, values, strict=True))) for values in zip(*known.values(), strict=True)]
-
-
-def _complete_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file, of which the last is cut away where a write was interrupted."""
-    if not path.exists():
-        return
-    raw = path.read_bytes()
-    end = raw.rfind(b"\n") + 1
-    if end < len(raw):
-        with path.open("r+b") as file:
-            file.truncate(end)
-    for line in raw[:end].splitlines():
-        yield json.loads(line)
-
-
-def _refuse_other_settings(path: Path, there: Any, here: dict[str, Any]) -> None:
-    if not isinstance(there, dict):
-        raise ValueError(f"{path} is not a file of measurements. Choose another output.")
-    names = sorted(there.keys() | here.keys())
-    changed = [f"{n} was {there.get(n)!r}, is {here.get(n)!r}" for n in names if there.get(n) != here.get(n)]
-    if changed:
-        raise ValueError(
-            f"{path} holds measurements made with other settings, which cannot be continued: {'; '.join(changed)}. "
-            "Choose another output, or delete the file."
-        )

@@ -33,12 +33,12 @@ from ..scheduling import (
     ThroughputCurve,
     ThroughputScheduler,
 )
+from ..storage.json_lines import ResumableLines
 from .conversation import Conversation
 from .costs import measure_costs
 from .environment import environment
 from .meter import measured
 from .methods import PLAIN, Method, plain_method
-from .records import LineFile
 from .runner import rotated
 from .tasks import load_task
 
@@ -88,21 +88,21 @@ class Load:
         return self.batch, self.method, self.repeat
 
 
-class LoadFile(LineFile):
-    """The measurements of a run on disk; see [`~dspark_hf.evaluation.records.LineFile`]."""
+class LoadFile:
+    """The measurements of a run on the disk, from which an interrupted run resumes; arguments as for `RecordFile`."""
 
     def __init__(self, path: Path, settings: dict[str, Any]):
-        self.loads: dict[tuple[int, str, int], Load] = {}
-        super().__init__(path, settings)
+        self._lines = ResumableLines(path, settings, kinds=("batch",))
+        found = [Load(**line) for line in self._lines.written]
+        self.loads = {load.key: load for load in found}
+
+    def close(self) -> None:
+        self._lines.close()
 
     def add(self, load: Load) -> None:
         """Keeps a finished measurement."""
-        self._take(asdict(load))
-        self._write(asdict(load))
-
-    def _take(self, line: dict[str, Any]) -> None:
-        load = Load(**line)
         self.loads[load.key] = load
+        self._lines.append(asdict(load))
 
 
 def serving_methods(drafter: Drafter, curve: ThroughputCurve, threshold: float = 0.5) -> list[Method]:

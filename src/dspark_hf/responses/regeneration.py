@@ -40,7 +40,7 @@ from ..conversations.prompts import (
     without_ids,
 )
 from ..conversations.rows import end_token_ids
-from ..storage.resumable_lines import ResumableLines
+from ..storage.json_lines import ResumableLines
 from .decoder import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
 from .progress import Progress
 
@@ -224,7 +224,7 @@ class ResponseWriter(ABC):
             todo = as_conversations({index: row for index, row in chosen.items() if index not in done})
             with Progress(len(chosen), len(chosen) - len(todo), progress) as bar:
                 for row, num_tokens in self.answer(todo):
-                    written = row is not None and lines.append(row)
+                    written = row is not None and _append(lines, row)
                     added += written
                     bar.count(num_tokens, prompts=int(written))
         return added
@@ -240,6 +240,16 @@ class ResponseWriter(ABC):
         Yields:
             for every response the conversation's output row (None while turns are left) and the response's tokens.
         """
+
+
+def _append(lines: ResumableLines, row: dict[str, Any]) -> bool:
+    """Writes a row; False, with a warning, where its text is not valid Unicode."""
+    try:
+        lines.append(row)
+    except UnicodeEncodeError as error:
+        logger.warning("Prompt %d is skipped: its text cannot be written (%s).", row["id"], error)
+        return False
+    return True
 
 
 class Regenerator(ResponseWriter):

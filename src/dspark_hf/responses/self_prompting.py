@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..storage.resumable_lines import ResumableLines
+from ..storage.json_lines import ResumableLines
 from .decoder import Request
 from .progress import Progress
 from .regeneration import RegenerationSettings, Regenerator, request_seed

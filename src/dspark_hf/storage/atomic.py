@@ -1,0 +1,128 @@
+"""Files that are written whole or not at all.
+
+Everything this library writes goes to a place beside its destination first, and is moved there once it is complete and
+on the disk. A full disk, an error or an interruption therefore leaves what was there before, or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+PARTIAL = ".partial"  # Ends the names of what is still being written.
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a whole text file in UTF-8; errors as in [`whole_file`]."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a whole file; errors as in [`whole_file`]."""
+    with whole_file(path) as part:
+        part.write_bytes(content)
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """
+    A path beside `path` to write to; the file written there takes the place of `path` when the block ends without an
+    error. A link is followed, and a device such as `/dev/stdout` is written to directly.
+
+    Args:
+        path: The destination. Its folder has to exist.
+
+    Raises:
+        OSError: one sentence about the file that could not be written and why. What was there before is unchanged.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():  # A folder fails where it is opened.
+        with clear_errors(path):
+            yield path
+        return
+    real = path.resolve()
+    part = real.with_name(real.name + PARTIAL)
+    try:
+        with clear_errors(path):
+            yield part
+            if real.exists():
+                shutil.copymode(real, part)
+            _synchronize(part)
+            os.replace(part, real)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """
+    A folder inside `folder` to write several files to that belong together; they are moved to `folder` when the block
+    ends without an error, `config.json` last. Other files in `folder` stay.
+
+    Args:
+        folder: The destination, made where it is missing.
+
+    Raises:
+        OSError: one sentence about what could not be written and why. What was there before is unchanged, and a folder
+            that was not there is not left behind.
+    """
+    folder = Path(folder)
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    part = folder / PARTIAL
+    try:
+        with clear_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(part, ignore_errors=True)  # What a run that was killed has left.
+            part.mkdir()
+            yield part
+            _move(part, folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        for place in missing:
+            with suppress(OSError):
+                place.rmdir()
+        raise
+
+
+@contextmanager
+def clear_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns the errors of writing `path`, safetensors' among them, into an `OSError` that says so in one sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"'{path}' could not be written: {reason(error)}. What was there before is unchanged.") from error
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, without number and file."""
+    said: Any = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(said).rstrip(".")
+
+
+def _move(part: Path, folder: Path) -> None:
+    """Moves all files below `part` to the same place below `folder`."""
+    files = sorted(file for file in part.rglob("*") if not file.is_dir())
+    for file in files:
+        _synchronize(file)
+    for file in sorted(files, key=lambda file: file.name == "config.json"):
+        destination = folder / file.relative_to(part)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, destination)
+    shutil.rmtree(part)
+
+
+def _synchronize(file: Path) -> None:
+    """Waits until a file is on the disk, which is where some file systems say that they are full."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""A file of JSON lines that a run appends to, and that the next run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from .atomic import reason, write_text
+from .single_writer import single_writer
+
+
+class ResumableLines:
+    """
+    A file of JSON lines for one process at a time. A line is on the disk before `append` returns, and a run that is
+    killed at any point loses at most the line it was writing.
+
+    What the lines depend on is noted in `<name>.origin.json` beside the file, so that the file itself holds rows alone.
+    Only a file with such a note is appended to. A last line that was not written to its end is removed first. A file in
+    which nothing was written is removed at the end.
+
+    Args:
+        path: The file, created with its folder where it is missing.
+        origin: What the lines depend on, such as the target and the settings. Values that JSON can hold.
+        kinds: Every line is an object with one of these fields.
+
+    Attributes:
+        written: The lines that were in the file, oldest first.
+
+    Raises:
+        ValueError: when the file was not written by this library, holds lines of another origin, is damaged before its
+            last line, or is being written by another process.
+    """
+
+    def __init__(self, path: str | Path, origin: dict[str, Any], kinds: Collection[str] = ("id",)) -> None:
+        self.path = Path(path)
+        self.kinds = tuple(kinds)
+        _check_noted(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = single_writer(self.path)
+        try:
+            self.written, self.num_bytes = _read_lines(self.path, self.kinds)
+            check_origin(self.path, origin, whole=True)
+            self.file: IO[bytes] = self.path.open("ab", buffering=0)
+            self.file.truncate(self.num_bytes)
+            if not self.written:
+                write_text(_note_of(self.path), json.dumps(origin, indent=2) + "\n")
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def append(self, line: dict[str, Any]) -> None:
+        """
+        Writes a line to the disk.
+
+        Raises:
+            ValueError: when a text in it is not valid Unicode (half a surrogate pair).
+            OSError: when it could not be written, because the disk is full, say. The lines before it are kept.
+        """
+        content = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[self.file.write(left) :]
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self.file.truncate(self.num_bytes)
+            raise OSError(
+                f"'{self.path}' could not be continued: {reason(error)}. What is in it is kept, and the same command "
+                "resumes from there."
+            ) from error
+        self.num_bytes += len(content)
+
+    def close(self) -> None:
+        self.file.close()
+        if not self.num_bytes:
+            self.path.unlink(missing_ok=True)
+            _note_of(self.path).unlink(missing_ok=True)
+            Path(self.lock.lock_file).unlink(missing_ok=True)
+        self.lock.release()
+
+    def __enter__(self) -> ResumableLines:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def check_origin(path: str | Path, origin: dict[str, Any], whole: bool = False) -> None:
+    """
+    Refuses to add lines to a file whose lines have another origin. Nothing is changed, so this can be asked before
+    anything slow is loaded.
+
+    Args:
+        path: The file; one that does not exist or holds nothing is accepted.
+        origin: What the new lines depend on, or the part of it that is known by now.
+        whole: Whether `origin` is everything the lines depend on, so that other names in the note differ as well.
+
+    Raises:
+        ValueError: when the file has no note of its origin, or naming every value that differs.
+    """
+    path = Path(path)
+    _check_noted(path)
+    if not _holds_something(path):
+        return
+    before = json.loads(_note_of(path).read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(origin))
+    changed = [
+        f"{name} was {before.get(name)!r}, now {now.get(name)!r}"
+        for name in (before | now if whole else now)
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ValueError(
+            f"'{path}' was written with other settings ({'; '.join(changed)}). Use the same settings to continue it, or "
+            "choose another output."
+        )
+
+
+def _check_noted(path: Path) -> None:
+    if _holds_something(path) and not _note_of(path).exists():
+        raise ValueError(
+            f"'{path}' is not empty and has no '{_note_of(path).name}' beside it, so it was not written by this command and "
+            "nothing is added to it. Choose another output; if the file was moved here, move that file as well."
+        )
+
+
+def _holds_something(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _note_of(path: Path) -> Path:
+    return path.with_name(path.name + ".origin.json")
+
+
+def _read_lines(path: Path, kinds: tuple[str, ...]) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a file and the bytes they take; a last line that was interrupted is left out."""
+    lines: list[dict[str, Any]] = []
+    num_bytes, torn = 0, None
+    if not path.exists():
+        return lines, num_bytes
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if torn is not None:
+                raise ValueError(
+                    f"Line {torn} of '{path}' is not valid JSON, and it is not the last one. Repair or move the file."
+                )
+            try:
+                if not raw.endswith(b"\n"):
+                    raise ValueError("no line end")
+                lines.append(json.loads(raw))
+                num_bytes += len(raw)
+            except ValueError:
+                torn = number
+    if not all(isinstance(line, dict) and not line.keys().isdisjoint(kinds) for line in lines):
+        fields = "' or '".join(kinds)
+        raise ValueError(
+            f"'{path}' has lines without '{fields}', which this command did not write. Choose another output."
+        )
+    return lines, num_bytes
