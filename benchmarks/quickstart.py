@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from dspark_hf import DSparkDrafter, record_speculation
-from dspark_hf.generation.registration import CACHE_KEY
+from dspark_hf.transformers_names import CACHE_KEY
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .transformers_names import has_device_hook
+
 
 class SharedEmbeddings:
     """
@@ -101,7 +103,7 @@ class SharedEmbeddings:
 
     def _gather_head_rows(self) -> torch.Tensor | None:
         """The head's rows of the draft vocabulary, where it is a plain linear map; otherwise logits are selected."""
-        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None and not hasattr(self.lm_head, "_hf_hook")
+        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None and not has_device_hook(self.lm_head)
         if self.draft_token_ids is None or not plain:
             return None
         weight = self.lm_head.weight.detach()
@@ -150,7 +152,7 @@ def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 def _device(module: nn.Module, default: torch.device) -> torch.device:
     """Where a module wants its input; `default` when hooks move inputs themselves or it has no weight to tell."""
     weight = getattr(module, "weight", None)
-    if hasattr(module, "_hf_hook") or not isinstance(weight, torch.Tensor) or weight.is_meta:
+    if has_device_hook(module) or not isinstance(weight, torch.Tensor) or weight.is_meta:
         return default
     return weight.device
 

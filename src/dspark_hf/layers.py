@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
+from .transformers_names import attention_name
 
 RotaryAngles = tuple[torch.Tensor, torch.Tensor]
 KeyValues = tuple[torch.Tensor, torch.Tensor]
@@ -163,7 +164,7 @@ class DSparkAttention(nn.Module):
         elif context is not None:
             keys = torch.cat([context[0], keys], dim=2)  # [B, H_kv, T + Q, head_dim]
             values = torch.cat([context[1], values], dim=2)
-        implementation = self.config._attn_implementation
+        implementation = attention_name(self.config)
         if self.config.attention_sinks:
             if implementation not in ("eager", "sdpa", None):
                 raise ValueError(

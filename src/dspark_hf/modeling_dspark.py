@@ -15,6 +15,7 @@ from .embeddings import SharedEmbeddings
 from .heads import ConfidenceHead, SequentialHead
 from .layers import DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, KeyValues
 from .masks import as_attention_argument, drafting_mask
+from .transformers_names import attention_name
 
 __all__ = ["DSparkDrafter", "DSparkOutput"]
 
@@ -141,5 +142,5 @@ class DSparkDrafter(Drafter):
                 key_positions = cache.positions[:, : cache.max_length].to(positions.device)
                 window, causal = self.config.layer_window(layer_idx), self.config.layer_is_causal(layer_idx)
                 layer_mask = drafting_mask(positions, key_positions, cache.lengths, window, causal)
-            masks[layer_type] = as_attention_argument(layer_mask, self.config._attn_implementation, dtype)
+            masks[layer_type] = as_attention_argument(layer_mask, attention_name(self.config), dtype)
         return masks

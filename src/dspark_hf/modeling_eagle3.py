@@ -28,6 +28,7 @@ from .layers import (
     RotaryAngles,
 )
 from .masks import as_attention_argument, chain_drafting_mask, chain_training_mask
+from .transformers_names import attention_name
 
 
 class Eagle3DecoderLayer(GradientCheckpointingLayer):
@@ -152,7 +153,7 @@ class Eagle3Drafter(Drafter):
         embedded = (embeddings or self.bind()).embed(token_ids[:, None], like=self.norm.weight)  # [B, 1, D]
         angles = self.rotary_emb(embedded, position_ids[:, None])
         mask = chain_drafting_mask(cache.lengths, cache.num_steps + 1, states.device)
-        mask = as_attention_argument(mask, self.config._attn_implementation, states.dtype)
+        mask = as_attention_argument(mask, attention_name(self.config), states.dtype)
         states = self.layers[0](embedded, states[:, None], angles, cache, mask)
         cache.num_steps += 1
         return states[:, 0]
@@ -199,7 +200,7 @@ class Eagle3Drafter(Drafter):
             tokens = _at(embedded, (anchor_positions + step).clamp_max(length - 1))
             angles = self.rotary_emb(states, starts + step)
             mask = chain_training_mask(starts, length, step + 1)
-            mask = as_attention_argument(mask, self.config._attn_implementation, states.dtype)
+            mask = as_attention_argument(mask, attention_name(self.config), states.dtype)
             steps.append(layer(tokens, states, angles, context, mask))
             own = layer.key_values(tokens, states, angles)
             context = tuple(torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from dspark_hf.evaluation import BenchSettings, Conversation
 from dspark_hf.generation import DraftTintStreamer, SpeculationStats, record_speculation
-from dspark_hf.generation.registration import CACHE_KEY
 from dspark_hf.modeling_dspark import DSparkDrafter
+from dspark_hf.transformers_names import CACHE_KEY
 
 # The colours of DraftTintStreamer, by their names in rich.
 DRAFTED_STYLE, OWN_STYLE = "dodger_blue1", "dark_orange"

@@ -20,8 +20,8 @@ import tiny
 from dspark_hf import record_speculation
 from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
 from dspark_hf.generation.context_memory import recall
-from dspark_hf.generation.registration import CACHE_KEY
 from dspark_hf.scheduling import RowsBackoff
+from dspark_hf.transformers_names import CACHE_KEY
 
 NEW_TOKENS = 80
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, QuantizedLayer, StaticLayer
 import tiny
 from dspark_hf import record_speculation
 from dspark_hf.generation import candidate_generator, context_memory, target_pass
-from dspark_hf.generation.registration import CACHE_KEY
+from dspark_hf.transformers_names import CACHE_KEY
 
 GREEDY = {"do_sample": False}
 NEXT_TURN = tiny.prompt(4, seed=5)["input_ids"]

@@ -12,7 +12,7 @@ import tiny
 from dspark_hf import Drafter, record_speculation
 from dspark_hf.draft_cache import DraftCache
 from dspark_hf.generation.eagle3_candidate_generator import Eagle3CandidateGenerator
-from dspark_hf.generation.registration import CACHE_KEY
+from dspark_hf.transformers_names import CACHE_KEY
 
 CASE = "g_qwen3_eagle3"
 

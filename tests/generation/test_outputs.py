@@ -6,7 +6,7 @@ from generation import rig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import tiny
-from dspark_hf.generation.registration import CACHE_KEY
+from dspark_hf.transformers_names import CACHE_KEY
 
 EVERYTHING = {
     "return_dict_in_generate": True,
@@ -107,9 +107,9 @@ def test_states_of_a_half_precision_target_keep_their_type():
 
 @pytest.mark.parametrize("user_wants_all", [False, True], ids=["for the drafter alone", "for the user as well"])
 def test_only_the_tapped_hidden_states_are_kept(user_wants_all):
-    from dspark_hf import hidden_states
+    from dspark_hf.transformers_names import output_hidden_states
 
-    if not hidden_states._TAKES_INDICES:
+    if output_hidden_states([0]) is True:
         pytest.skip("this transformers keeps all hidden states or none")
     target, kept = tiny.qwen3(), []
     drafter = tiny.random_drafter(target, target_layer_ids=[-1, 1])

@@ -8,12 +8,11 @@ import pytest
 import torch
 from generation import rig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, Cache, GenerationMixin, PreTrainedTokenizerFast, StoppingCriteriaList, pipeline
+from transformers import AutoModel, GenerationMixin, PreTrainedTokenizerFast, pipeline
 
 import dspark_hf
 import tiny
 from dspark_hf import DSparkDrafter, dspark_generate, record_speculation
-from dspark_hf.generation import registration
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
@@ -231,35 +230,3 @@ def test_one_drafter_in_two_threads():
     for thread in threads:
         thread.join()
     assert len(results) == 2 and all(torch.equal(r, expected) for r in results)
-
-
-# ---------------------------------------------------------------------- what the seam stands on
-
-
-def test_the_seam_is_whole(recwarn):
-    registration._check_seam()
-    assert not recwarn.list
-
-
-@pytest.mark.parametrize("name", ["crop", "is_croppable", "activate_past_recording"])
-def test_a_seam_that_has_moved_says_so(monkeypatch, name):
-    monkeypatch.delattr(Cache, name)
-    with pytest.warns(RuntimeWarning, match=f"Cache.{name}"):
-        registration._check_seam()
-
-
-def test_the_loop_is_handed_what_it_reads():
-    """What transformers prepares for a decoding loop, by the names this package knows."""
-    handed = {}
-
-    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        handed.update(kwargs, config=generation_config, criteria=stopping_criteria)
-        return input_ids
-
-    rig.target().generate(**tiny.prompt(), **GREEDY, custom_generate=loop)
-    assert isinstance(handed[registration.CACHE_KEY], Cache)
-    assert handed["use_cache"] is True
-    assert handed["position_ids"].shape == (1, 9)
-    assert isinstance(handed["criteria"], StoppingCriteriaList)
-    assert handed["config"].max_length == 9 + 12
-    assert registration.prompt_mask_length(handed, handed["config"]) == 9

@@ -10,8 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import tiny
 from dspark_hf import record_speculation
 from dspark_hf.generation import rows_target_pass
-from dspark_hf.generation.registration import CACHE_KEY
 from dspark_hf.scheduling import AsyncThroughputScheduler, ConfidenceThreshold, FixedLength, ThroughputScheduler
+from dspark_hf.transformers_names import CACHE_KEY
 
 LENGTHS = (9, 4, 1, 12)
 FAMILIES = [family for family in tiny.TARGETS if family not in tiny.HYBRID_TARGETS]

@@ -110,7 +110,7 @@ def test_an_adapter_is_saved_resumed_and_loaded(adapt, target, make_trainer, tmp
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
     again = adapt(copy.deepcopy(base))
     resumed = make_trainer(again, target, max_steps=3, save_strategy="steps", save_steps=1)
-    resumed._load_from_checkpoint(checkpoint)
+    resumed.load_checkpoint(checkpoint)
     for (name, weight), (_, expected) in zip(again.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(weight, expected), name
     resumed.train(resume_from_checkpoint=checkpoint)

@@ -351,7 +351,15 @@ def test_one_sample_is_learned_until_all_drafts_pass(make_trainer, rows):
 
 
 @pytest.mark.parametrize(
-    "options", [{"ce_weight": -1.0}, {"ce_weight": 0.0, "tv_weight": 0.0}, {"logits_chunk_size": -1}], ids=str
+    "options",
+    [
+        {"ce_weight": -1.0},
+        {"ce_weight": 0.0, "tv_weight": 0.0},
+        {"logits_chunk_size": -1},
+        {"chat_template_kwargs": "{'enable_thinking': false}"},
+        {"chat_template_kwargs": "[1]"},
+    ],
+    ids=str,
 )
 def test_settings_that_cannot_work_are_refused(options, tmp_path):
     with pytest.raises(ValueError, match=next(iter(options)).split("_")[0]):

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..draft_cache import DraftCache
-from ..hidden_states import context_features, output_hidden_states
+from ..transformers_names import context_features, output_hidden_states
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDrafter

@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from ..drafter import Drafter
 from ..generation.eagle3_candidate_generator import generator_of
 from ..generation.requirements import curve_of
-from ..hidden_states import output_hidden_states
 from ..scheduling import ThroughputCurve
 from ..scheduling.throughput_curve import DEFAULT_TOKEN_COUNTS
+from ..transformers_names import output_hidden_states
 from .meter import synchronize
 
 DEFAULT_ROW_COUNTS = (1, 2, 4, 8, 16, 32)

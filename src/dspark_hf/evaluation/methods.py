@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..modeling_dspark import DSparkDrafter
 from ..scheduling import ThroughputCurve, build_scheduler
+from ..transformers_names import DFLASH_READS_LAYER_INPUTS
 
 PLAIN = "plain"
 SLIDING = "sliding layers"
@@ -178,7 +179,7 @@ class DFlashView(nn.Module):
         # The generator drops the first slot of a block. Where that slot predicts, one more is asked for.
         self._adds_slot = drafter.config.sample_from_anchor
         self.config.block_size += self._adds_slot
-        if _generator_reads_inputs_of_layers():
+        if DFLASH_READS_LAYER_INPUTS:
             self.config.target_layer_ids = [layer_id + 1 for layer_id in self.config.target_layer_ids]
         self.generation_config = drafter.generation_config
 
@@ -222,12 +223,3 @@ class DFlashView(nn.Module):
         if self._adds_slot:
             hidden_states = nn.functional.pad(hidden_states, (0, 0, 1, 0))
         return BaseModelOutput(last_hidden_state=hidden_states)
-
-
-def _generator_reads_inputs_of_layers() -> bool:
-    """Older versions of the generator read `hidden_states[i]` for layer id `i`, newer ones `hidden_states[i + 1]`."""
-    import inspect
-
-    from transformers.generation import DFlashTokenCandidateGenerator
-
-    return "hidden_states[i + 1]" not in inspect.getsource(DFlashTokenCandidateGenerator)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..generation.registration import CACHE_KEY
 from ..generation.telemetry import record_speculation
+from ..transformers_names import CACHE_KEY
 from .conversation import Conversation
 from .meter import measured
 from .methods import PLAIN, Method

@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ..heads import SequentialHead
+from ..transformers_names import allowed_tokens_function
 
 # These look at the scores alone, so all positions of a round can be processed in one call.
 _ROWWISE = (
@@ -136,7 +137,7 @@ def processors_for_row(processors: LogitsProcessorList, row: int, num_rows: int)
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     if isinstance(processor, stock.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
+        allowed = allowed_tokens_function(processor)
         return stock.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), num_beams=1)
     if isinstance(processor, stock.EncoderNoRepeatNGramLogitsProcessor):
         own = copy.copy(processor)

@@ -18,12 +18,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..drafter import Drafter
 from ..scheduling import VerifyScheduler
+from ..transformers_names import is_callers_cache, pad_token_of
 from .candidate_generator import DSparkCandidateGenerator, no_draft
 from .context_memory import prepare_context, remember
 from .eagle3_candidate_generator import generator_of
 from .logits_process import processors_for_row
 from .output import Output, assemble
-from .registration import is_callers_cache, pad_token_of, unwrap_drafter
+from .registration import unwrap_drafter
 from .requirements import backoff_of, check_call, draft_settings
 from .rows_target_pass import RowsTargetPass, states_of_row
 from .target_pass import TargetPass

@@ -16,7 +16,7 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from .registration import CACHE_KEY
+from ..transformers_names import CACHE_KEY
 from .token_choice import TokenChoice
 
 

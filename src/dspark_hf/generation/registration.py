@@ -1,41 +1,23 @@
-"""The one seam to transformers: `generate(assistant_model=drafter)` becomes `generate(custom_generate=...)`.
-
-Everything here that is not public transformers API is listed in `_check_seam`, which runs at import and says so when a
-transformers version changed it. Nothing else in the package knows these names.
-"""
+"""The hook in transformers: `generate(assistant_model=drafter)` becomes `generate(custom_generate=...)`."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import inspect
-import warnings
 from typing import Any
 
 import torch
-import transformers
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 from transformers.generation import StoppingCriteriaList
 
 from ..drafter import Drafter
+from ..transformers_names import default_generation_settings, uncompiled
 
 _ORIGINAL = "_dspark_hf_original"
 
 # Taken from the call, its generation configuration or the drafter's, in this order.
 DRAFT_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold", "verify_scheduler", "drafting_backoff")
-
-# transformers 5.24 renamed the cache argument of models and the field of their outputs.
-CACHE_KEY = (
-    "cache"
-    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    else "past_key_values"
-)
-
-
-TOKEN_TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-
-
-# ---------------------------------------------------------------------- the hook
 
 
 def register() -> None:
@@ -69,7 +51,7 @@ def unwrap_drafter(model: Any) -> Drafter | None:
     Raises:
         ValueError: for what `torch.compile(drafter)` returns, through which neither side would run compiled.
     """
-    if isinstance(getattr(model, "_orig_mod", None), Drafter):
+    if isinstance(uncompiled(model), Drafter):
         raise ValueError("torch.compile(drafter) wraps the drafter away from generate: call drafter.compile() instead.")
     if not isinstance(model, Drafter) and hasattr(model, "get_base_model"):
         model = model.get_base_model()
@@ -128,7 +110,7 @@ def _setting(name: str, call: dict[str, Any]) -> Any:
     config: GenerationConfig | None = call.get("generation_config")
     if value is not None or config is None:
         return value
-    defaults = GenerationConfig._get_default_generation_params()
+    defaults = default_generation_settings()
     is_filled_in = all(getattr(config, key, None) is not None for key in defaults if defaults[key] is not None)
     value = getattr(config, name, None)
     # Pipelines of older versions of transformers fill in defaults that are not meant for these drafters.
@@ -194,74 +176,3 @@ def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> N
             "DSpark decoding does not keep ranks in step (synced_gpus, FSDP or ZeRO-3 with several ranks): rounds differ in "
             "length from rank to rank, which would hang. Gather the target on each rank, or generate without a drafter."
         )
-
-
-# ---------------------------------------------------------------------- transformers' internals, by their names
-
-
-def pad_token_of(generation_config: GenerationConfig) -> int:
-    """The padding token as `generate` prepared it; 0 where there is none and no row can end early."""
-    token = getattr(generation_config, "_pad_token_tensor", None)
-    return 0 if token is None else int(token)
-
-
-def is_callers_cache(cache: Cache) -> bool:
-    """Whether the cache outlives the call because the caller passed it in; versions that do not tell are taken to say yes."""
-    return bool(getattr(cache, "_is_user_defined", CACHE_KEY != "cache"))
-
-
-def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int | None:
-    """
-    Columns of the attention mask the user gave. It tells a full prompt from one whose beginning is in the cache only.
-
-    `generate` drops a mask of ones and remembers its length.
-    """
-    mask = model_kwargs.get("attention_mask")
-    return mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", None)
-
-
-def extended_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
-    """A copy of `model_kwargs` whose masks, positions and token types cover `num_new_tokens` more tokens."""
-    model_kwargs = dict(model_kwargs)
-    if num_new_tokens == 0:
-        return model_kwargs
-    update = model._update_model_kwargs_for_generation
-    # Several tokens at once would take the types of as many prompt tokens, and overridden updates know only of one.
-    is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
-    at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1
-    for _ in range(num_new_tokens // at_once):
-        model_kwargs = update({}, model_kwargs, num_new_tokens=at_once)
-    return model_kwargs
-
-
-def is_stateful(model: PreTrainedModel) -> bool:
-    """Whether the model keeps recurrent state that cannot be rolled back."""
-    return bool(getattr(model, "_is_stateful", False))
-
-
-def _check_seam() -> None:
-    missing = []
-    parameters = inspect.signature(GenerationMixin.generate).parameters
-    missing += [
-        f"generate({name}=)" for name in ("custom_generate", "assistant_model", "streamer") if name not in parameters
-    ]
-    update = getattr(GenerationMixin, "_update_model_kwargs_for_generation", None)
-    if update is None or "num_new_tokens" not in inspect.signature(update).parameters:
-        missing.append("GenerationMixin._update_model_kwargs_for_generation(num_new_tokens=)")
-    if CACHE_KEY not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
-        missing.append(f"prepare_inputs_for_generation({CACHE_KEY}=)")
-    if not hasattr(GenerationConfig, "_get_default_generation_params"):
-        missing.append("GenerationConfig._get_default_generation_params")
-    missing += [
-        f"Cache.{name}" for name in ("crop", "is_croppable", "activate_past_recording") if not hasattr(Cache, name)
-    ]
-    if missing:
-        warnings.warn(
-            f"transformers {transformers.__version__} changed what dspark_hf builds on: {', '.join(missing)}. "
-            "generate(assistant_model=drafter) may fail; install a transformers version that dspark_hf supports.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-_check_seam()

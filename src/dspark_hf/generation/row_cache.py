@@ -23,6 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..transformers_names import attention_name, has_exchangeable_attention
+
 _GROWTH = 128  # Buffers grow in steps of this many columns.
 _PREFIX = "dspark_hf_rows_"
 
@@ -249,7 +251,7 @@ def _attention_with_extras(query, key, value, mask, scaling, softcap, sinks, gro
 
 def can_pack(model: PreTrainedModel) -> bool:
     """Whether the target's attention goes through transformers' attention interface, where it can be put in place."""
-    return bool(getattr(model, "_supports_attention_backend", False)) and _own_implementation(model) is not None
+    return has_exchangeable_attention(model) and _own_implementation(model) is not None
 
 
 @contextlib.contextmanager
@@ -288,7 +290,7 @@ def following(plan: RowPlan) -> Iterator[None]:
 
 
 def _own_implementation(model: PreTrainedModel) -> str | None:
-    name = model.config._attn_implementation
+    name = attention_name(model.config)
     return name.removeprefix(_PREFIX) if isinstance(name, str) else None
 
 

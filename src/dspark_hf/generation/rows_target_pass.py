@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from ..hidden_states import context_features, output_hidden_states
 from ..masks import as_attention_argument
-from .registration import CACHE_KEY
+from ..transformers_names import CACHE_KEY, context_features, output_hidden_states
 from .row_cache import RowCache, RowPlan, can_pack, following, refill, row_attention_in_place
 from .target_pass import TargetOutput, TargetPass
 

@@ -10,8 +10,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, QuantizedLayer
 
-from ..hidden_states import context_features, output_hidden_states
-from .registration import CACHE_KEY, TOKEN_TYPE_KEYS, extended_model_kwargs, is_stateful, prompt_mask_length
+from ..transformers_names import (
+    CACHE_KEY,
+    TOKEN_TYPE_KEYS,
+    context_features,
+    extended_model_kwargs,
+    is_stateful,
+    output_hidden_states,
+    prompt_mask_length,
+)
 
 
 class TargetOutput(NamedTuple):

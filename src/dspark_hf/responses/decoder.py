@@ -29,6 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..transformers_names import CACHE_KEY, attention_name, is_stateful, supports_sdpa
+
 ATTENTION_NAME = "dspark_hf_slots"
 LENGTH_STEP = 64  # buffers grow by multiples of this many positions
 
@@ -348,7 +350,6 @@ class SlotDecoder:
         self.max_slots = slots
         self.refill_fraction = refill_fraction
         self.prefill_tokens = prefill_tokens
-        self.cache_argument = cache_argument(target)
         self.queue: deque[Request] = deque()
         self.reset(slots)
 
@@ -503,7 +504,7 @@ class SlotDecoder:
             attention_mask=mask,
             use_cache=True,
             logits_to_keep=1,
-            **{self.cache_argument: self.cache},
+            **{CACHE_KEY: self.cache},
         )
         return outputs.logits
 
@@ -520,15 +521,10 @@ def group_by_tokens(admitted: list[tuple[int, list[int]]], max_tokens: int) -> I
         yield group
 
 
-def cache_argument(target: PreTrainedModel) -> str:
-    """The name of the cache argument of `forward`, which newer transformers versions call `cache`."""
-    return "cache" if "cache" in inspect.signature(target.forward).parameters else "past_key_values"
-
-
 @contextmanager
 def slot_attention_of(target: PreTrainedModel) -> Iterator[None]:
     """Within the context, `target` attends through `slot_attention`."""
-    previous = target.config._attn_implementation
+    previous = attention_name(target.config)
     target.set_attn_implementation(ATTENTION_NAME)
     try:
         yield
@@ -573,9 +569,9 @@ def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | No
     config = target.config.get_text_config()
     if target.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if not getattr(target, "_supports_sdpa", False):
+    if not supports_sdpa(target):
         return "its attention cannot be exchanged"
-    if getattr(target, "_is_stateful", False):
+    if is_stateful(target):
         return "its cache holds a recurrent state"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if layer_types - {"full_attention", "sliding_attention"}:
@@ -589,7 +585,9 @@ def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | No
     for name, limit in length_limits(target).items():
         if limit < max_length:
             return f"its {name} of {limit} tokens is shorter than the longest row, {max_length} tokens"
-    missing = {"position_ids", "logits_to_keep", "use_cache"} - set(inspect.signature(target.forward).parameters)
+    missing = {"position_ids", "logits_to_keep", "use_cache", CACHE_KEY} - set(
+        inspect.signature(target.forward).parameters
+    )
     if missing:
         return f"its forward takes no {', '.join(sorted(missing))}"
     return None

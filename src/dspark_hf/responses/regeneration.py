@@ -286,7 +286,7 @@ class Regenerator(ResponseWriter):
 
     def origin(self) -> dict[str, Any]:
         return {
-            "target": self.target.config._name_or_path,
+            "target": self.target.config.name_or_path,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "max_new_tokens": self.max_new_tokens,
             "enable_thinking": self.settings.enable_thinking,

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..transformers_names import CACHE_KEY, attention_name
+
 DEFAULT_TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 # A curve measured with another of these is wrong for the target; with another of those below, it may be.
@@ -313,9 +315,7 @@ class _PassTimer:
         self._kwargs = {"use_cache": True} | forward_kwargs
         with torch.no_grad():
             output = target(input_ids=self._tokens(max(context_length, 1)), **self._kwargs)
-        # transformers 5.24 renamed both the field of the output and the argument.
-        self._cache_key = "cache" if getattr(output, "cache", None) is not None else "past_key_values"
-        self._cache = getattr(output, self._cache_key)
+        self._cache = output[CACHE_KEY]
         self._is_croppable = bool(getattr(self._cache, "is_croppable", False))
         if self._is_croppable:
             self._cache.activate_past_recording()
@@ -323,7 +323,7 @@ class _PassTimer:
     def time_pass(self, num_tokens: int) -> float:
         """Seconds of one pass, after which the cache is as before."""
         cache = self._cache if self._is_croppable else copy.deepcopy(self._cache)
-        kwargs = self._kwargs | {"input_ids": self._tokens(num_tokens), self._cache_key: cache}
+        kwargs = self._kwargs | {"input_ids": self._tokens(num_tokens), CACHE_KEY: cache}
         self._synchronize()
         started = time.perf_counter()
         self._forward(**kwargs)
@@ -379,7 +379,7 @@ def describe(target: Any) -> dict[str, Any]:
         "config_hash": config_hash(target.config),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": f"{device.type}: {_device_name(device)}",
-        "attention": getattr(target.config, "_attn_implementation", None),
+        "attention": attention_name(target.config),
         "num_threads": torch.get_num_threads() if device.type == "cpu" else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }

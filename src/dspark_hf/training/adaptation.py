@@ -84,11 +84,6 @@ def add_lora(
     return get_peft_model(drafter, config)
 
 
-def has_own_adapter(model: Any) -> bool:
-    """Whether a drafter got an adapter by `add_adapter`, which makes it no PEFT model: the Trainer then cannot load one."""
-    return getattr(model, "_hf_peft_config_loaded", False) and hasattr(model, "active_adapters")
-
-
 def load_own_adapter(drafter: DSparkDrafter, folder: str) -> None:
     """
     Loads the weights of the active adapter from a checkpoint.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,14 +73,24 @@ class DSparkTrainingArguments(TrainingArguments):
         },
     )
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs"]  # These may be JSON.
-
     def __getstate__(self):
         """Without the token: `training_args.bin`, which lies beside the weights and is pushed with them, holds this."""
         return vars(self) | {"hub_token": None}
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.chat_template_kwargs, str):
+            try:
+                self.chat_template_kwargs = json.loads(self.chat_template_kwargs)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"chat_template_kwargs is not valid JSON ({error}): {self.chat_template_kwargs!r}."
+                ) from None
+        if not isinstance(self.chat_template_kwargs, dict | None):
+            raise ValueError(
+                f"chat_template_kwargs is {self.chat_template_kwargs!r}; give options by name, such as "
+                "'{\"enable_thinking\": false}'."
+            )
         for name in ("ce_weight", "tv_weight", "confidence_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; a loss term cannot weigh less than 0.")

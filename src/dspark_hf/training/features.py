@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..embeddings import SharedEmbeddings, target_embeddings
-from ..hidden_states import context_features, output_hidden_states
 from ..storage.single_writer import single_writer
+from ..transformers_names import context_features, output_hidden_states
 from .anchors import counted_drafts, draft_positions, row_generator, sample_anchors, stack_anchors
 from .collator import pad_rows
 from .target_logits import LogitRule, logit_rule

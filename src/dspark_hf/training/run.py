@@ -274,7 +274,7 @@ def take_finished(trainer: DSparkTrainer, checkpoint: str | None) -> bool:
     if finished:
         trainer.state = state
         best = state.best_model_checkpoint if arguments.load_best_model_at_end else None
-        trainer._load_from_checkpoint(best or checkpoint)
+        trainer.load_checkpoint(best or checkpoint)
     return finished
 
 

@@ -26,7 +26,8 @@ from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hub import write_card
 from ..masks import anchor_mask, anchor_mask_mod
 from ..number_types import floating_dtype
-from .adaptation import has_own_adapter, load_own_adapter
+from ..transformers_names import TrainerHooks, attention_name, has_own_adapter
+from .adaptation import load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
 from .collator import FEATURE_KEYS, DSparkCollator
@@ -38,7 +39,7 @@ from .target_logits import logit_rule
 logger = logging.get_logger(__name__)
 
 
-class DSparkTrainer(Trainer):
+class DSparkTrainer(TrainerHooks, Trainer):
     """
     Trains a drafter of any kind: [`DSparkDrafter`] with or without heads, or [`Eagle3Drafter`].
 
@@ -118,7 +119,6 @@ class DSparkTrainer(Trainer):
         )
         # The loss is already divided by what all accumulation steps hold, so the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        self._set_signature_columns_if_needed()
         self.add_callback(_AnchorEpoch(data_collator))
 
     def _bind(self, drafter: Drafter) -> None:
@@ -139,18 +139,18 @@ class DSparkTrainer(Trainer):
             config.confidence_temperatures = None
         return super().train(*args, **kwargs)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+    def load_checkpoint(self, folder: str, model: torch.nn.Module | None = None) -> None:
         if has_own_adapter(self.model):
-            load_own_adapter(self.model, resume_from_checkpoint)
+            load_own_adapter(self.model, folder)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super().load_checkpoint(folder, model)
         self._bind(self.model)  # The checkpoint may have brought another draft vocabulary.
 
-    def _load_best_model(self) -> None:
+    def load_best_checkpoint(self) -> None:
         if has_own_adapter(self.model):
             load_own_adapter(self.model, self.state.best_model_checkpoint)
         else:
-            super()._load_best_model()
+            super().load_best_checkpoint()
 
     @staticmethod
     def _collator(model: Drafter, args: DSparkTrainingArguments, seed: int) -> DSparkCollator:
@@ -161,9 +161,8 @@ class DSparkTrainer(Trainer):
 
     # ------------------------------------------------------------------ data
 
-    def _set_signature_columns_if_needed(self) -> None:
-        # The drafter's `forward` takes blocks; the columns are the collator's, which makes blocks of them.
-        self._signature_columns = ["input_ids", "loss_mask", "anchor_mask", *FEATURE_KEYS]
+    # The drafter's `forward` takes blocks; these columns are the collator's, which makes blocks of them.
+    input_columns = ["input_ids", "loss_mask", "anchor_mask", *FEATURE_KEYS]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         with self._evaluation_anchors():
@@ -182,11 +181,11 @@ class DSparkTrainer(Trainer):
         finally:
             self.data_collator = collator
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+    def count_items(self, batches: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor | None:
         """Sum of the position weights in all micro-batches of one optimiser step, on all ranks."""
-        if not batch_samples:
+        if not batches:
             return None
-        total = torch.stack([batch["draft_weights"].sum() for batch in batch_samples]).sum().to(device)
+        total = torch.stack([batch["draft_weights"].sum() for batch in batches]).sum().to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             total = self.accelerator.gather(total).sum()
         return total
@@ -284,7 +283,7 @@ class DSparkTrainer(Trainer):
         super().log(logs, start_time)
 
     def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
-        inputs = self._prepare_inputs(inputs)
+        inputs = self.on_device(inputs)
         inputs["draft_weights"] = self._without_repeats(inputs["draft_weights"])
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
@@ -315,16 +314,14 @@ class DSparkTrainer(Trainer):
 
     # ------------------------------------------------------------------ files
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the drafter, in `args.save_dtype`. Checkpoints, which training resumes from, keep the training dtype."""
-        super().save_model(output_dir, _internal_call)
-        if _internal_call or self.args.save_dtype is None or not self.args.should_save:
+    def model_was_saved(self, folder: str) -> None:
+        """Writes the drafter again in `args.save_dtype`. Checkpoints, which training resumes from, keep the training dtype."""
+        if self.args.save_dtype is None:
             return
-        output_dir = output_dir or self.args.output_dir
-        if (Path(output_dir) / "adapter_config.json").exists():
+        if (Path(folder) / "adapter_config.json").exists():
             return  # An adapter keeps the training dtype, as PEFT writes it.
-        saved = Drafter.from_pretrained(output_dir, dtype=floating_dtype(self.args.save_dtype, "save_dtype"))
-        saved.save_pretrained(output_dir)
+        saved = Drafter.from_pretrained(folder, dtype=floating_dtype(self.args.save_dtype, "save_dtype"))
+        saved.save_pretrained(folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the card that a drafter's own push writes; see [`~dspark_hf.hub.write_card`]."""
@@ -378,7 +375,7 @@ def training_masks(config, anchors: Anchors, attention_mask: torch.Tensor) -> di
             continue
         window, causal = config.layer_window(layer_idx), config.layer_is_causal(layer_idx)
         rule = (anchors.positions, anchors.keep, attention_mask, config.block_size, window, causal)
-        if config._attn_implementation == "flex_attention":
+        if attention_name(config) == "flex_attention":
             from torch.nn.attention.flex_attention import create_block_mask
 
             batch, length = attention_mask.shape

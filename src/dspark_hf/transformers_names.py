@@ -1,0 +1,226 @@
+"""The one file that knows what transformers keeps private, and what its supported versions name differently.
+
+Every other file of the package uses the functions and constants below. `check_transformers` runs at import and says so
+when a version of transformers has changed one of these names. The few private names of torch, PEFT and accelerate that
+come with transformers' models are here too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.utils import output_capturing
+
+if TYPE_CHECKING:  # Training alone imports the Trainer, which takes long.
+    from transformers import Trainer
+else:
+    Trainer = object
+
+# ---------------------------------------------------------------------- arguments of models
+
+# The argument that takes the cache, and the field of a model's output that returns it. transformers 5.24 renamed it.
+CACHE_KEY = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+# Arguments that give each token of the prompt a type, `[B, T]`.
+TOKEN_TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+# Since transformers 5.23 a list given as `output_hidden_states=` names entries of `hidden_states`, and the others are not
+# kept. Before, it named decoder layers, which are numbered differently and leave out the embedding output.
+_LISTS_NAME_ENTRIES = hasattr(output_capturing, "selected_hidden_states")
+
+# transformers' DFlash generator, too, reads `hidden_states[i + 1]` for layer `i` since 5.23, and `hidden_states[i]` before.
+DFLASH_READS_LAYER_INPUTS = not _LISTS_NAME_ENTRIES
+
+
+def output_hidden_states(indices: list[int]) -> list[int] | bool:
+    """What to pass as `output_hidden_states=` so that the given entries of `hidden_states` are there, with others if need be."""
+    return indices if _LISTS_NAME_ENTRIES else True
+
+
+def context_features(model_output: Any, indices: list[int]) -> torch.Tensor:
+    """The given entries of a target output's `hidden_states`, each `[B, T, D]`, concatenated to `[B, T, m * D]`."""
+    states = [model_output.hidden_states[index] for index in indices]
+    # The layers of a target spread over devices leave their outputs there.
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+# ---------------------------------------------------------------------- properties of models
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether the model keeps recurrent state that cannot be rolled back."""
+    return bool(model._is_stateful)
+
+
+def attention_name(config: PreTrainedConfig) -> Any:
+    """The attention implementation that a model with this configuration runs, such as `"sdpa"`."""
+    return config._attn_implementation
+
+
+def has_exchangeable_attention(model: PreTrainedModel) -> bool:
+    """Whether the model calls whichever attention function is registered with transformers' attention interface."""
+    return bool(model._supports_attention_backend)
+
+
+def supports_sdpa(model: PreTrainedModel) -> bool:
+    """Whether the model can run torch's `scaled_dot_product_attention`."""
+    return bool(model._supports_sdpa)
+
+
+def has_device_hook(module: torch.nn.Module) -> bool:
+    """Whether accelerate moves the module's inputs to where its weights are (`device_map`, offloading)."""
+    return hasattr(module, "_hf_hook")
+
+
+def has_own_adapter(model: Any) -> bool:
+    """Whether the model got an adapter by `add_adapter`, which does not make it a PEFT model."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def uncompiled(model: Any) -> Any:
+    """The module behind what `torch.compile(module)` returned; `None` for anything else."""
+    return getattr(model, "_orig_mod", None)
+
+
+# ---------------------------------------------------------------------- what `generate` prepares for a decoding loop
+
+
+def pad_token_of(generation_config: GenerationConfig) -> int:
+    """The padding token as `generate` prepared it; 0 where there is none and no row can end early."""
+    token = getattr(generation_config, "_pad_token_tensor", None)
+    return 0 if token is None else int(token)
+
+
+def is_callers_cache(cache: Cache) -> bool:
+    """Whether the caller of `generate` passed the cache in, so that it outlives the call."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int | None:
+    """
+    Columns of the attention mask the user gave. It tells a full prompt from one whose beginning is in the cache only.
+
+    `generate` drops a mask of ones and remembers its length.
+    """
+    mask = model_kwargs.get("attention_mask")
+    return mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", None)
+
+
+def default_generation_settings() -> dict[str, Any]:
+    """The value that `generate` gives each setting which neither the call nor the model sets."""
+    return dict(GenerationConfig._get_default_generation_params())
+
+
+def extended_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
+    """A copy of `model_kwargs` whose masks, positions and token types cover `num_new_tokens` more tokens."""
+    model_kwargs = dict(model_kwargs)
+    if num_new_tokens == 0:
+        return model_kwargs
+    update = model._update_model_kwargs_for_generation
+    # Several tokens at once would take the types of as many prompt tokens, and overridden updates know only of one.
+    is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
+    at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1
+    for _ in range(num_new_tokens // at_once):
+        model_kwargs = update({}, model_kwargs, num_new_tokens=at_once)
+    return model_kwargs
+
+
+def allowed_tokens_function(processor: PrefixConstrainedLogitsProcessor) -> Callable[[int, torch.Tensor], list[int]]:
+    """The `prefix_allowed_tokens_fn` that the caller of `generate` gave."""
+    function: Callable[[int, torch.Tensor], list[int]] = processor._prefix_allowed_tokens_fn
+    return function
+
+
+# ---------------------------------------------------------------------- what the Trainer calls
+
+
+class TrainerHooks(Trainer):
+    """
+    Public names for the private methods by which a [`~transformers.Trainer`] can be adapted.
+
+    A trainer derives from this class before it derives from `Trainer`, and overrides the methods below.
+    """
+
+    input_columns: list[str]  # The columns of a dataset that reach the collator.
+
+    def load_checkpoint(self, folder: str, model: torch.nn.Module | None = None) -> None:
+        """Loads the weights of a checkpoint into `model`, by default the one being trained."""
+        super()._load_from_checkpoint(folder, model)
+
+    def load_best_checkpoint(self) -> None:
+        """Loads the weights of the checkpoint that was best in evaluation, at the end of a run."""
+        super()._load_best_model()
+
+    def count_items(self, batches: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor | int | None:
+        """What the loss of the micro-batches of one optimizer step, on all ranks, is divided by."""
+        return super()._get_num_items_in_batch(batches, device)
+
+    def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch, moved to the device of the model."""
+        return super()._prepare_inputs(inputs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call and self.args.should_save:
+            self.model_was_saved(output_dir or self.args.output_dir)
+
+    def model_was_saved(self, folder: str) -> None:
+        """Called after the model was saved other than as a checkpoint, on the process that writes."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        self.load_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self.load_best_checkpoint()
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        return self.count_items(batch_samples, device)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = list(self.input_columns)
+
+
+# ---------------------------------------------------------------------- the check
+
+
+def check_transformers() -> None:
+    """Warns with one `RuntimeWarning` that lists what the installed transformers does not have under the names used here."""
+    parameters = inspect.signature(GenerationMixin.generate).parameters
+    missing = [
+        f"generate({name}=)" for name in ("custom_generate", "assistant_model", "streamer") if name not in parameters
+    ]
+    update = getattr(GenerationMixin, "_update_model_kwargs_for_generation", None)
+    if update is None or "num_new_tokens" not in inspect.signature(update).parameters:
+        missing.append("GenerationMixin._update_model_kwargs_for_generation(num_new_tokens=)")
+    if CACHE_KEY not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+        missing.append(f"prepare_inputs_for_generation({CACHE_KEY}=)")
+    needed = {
+        Cache: ("crop", "is_croppable", "activate_past_recording"),
+        GenerationConfig: ("_get_default_generation_params",),
+        PreTrainedConfig: ("_attn_implementation",),
+        PreTrainedModel: ("_is_stateful", "_supports_attention_backend", "_supports_sdpa"),
+    }
+    missing += [
+        f"{owner.__name__}.{name}" for owner, names in needed.items() for name in names if not hasattr(owner, name)
+    ]
+    if missing:
+        warnings.warn(
+            f"transformers {transformers.__version__} changed what dspark_hf builds on: {', '.join(missing)}. "
+            "generate(assistant_model=drafter) may fail; install a transformers version that dspark_hf supports.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+check_transformers()
