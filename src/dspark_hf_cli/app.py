@@ -16,6 +16,7 @@ from .env import env
 from .inspect import inspect
 from .profile import profile
 from .regenerate import regenerate
+from .serve_bench import serve_bench
 from .sweep import sweep
 from .train import CONTEXT as TRAIN_CONTEXT
 from .train import train
@@ -62,6 +63,7 @@ app.command(rich_help_panel=TRAINING, context_settings=TRAIN_CONTEXT)(train)
 app.command(rich_help_panel=TRAINING)(calibrate)
 app.command(rich_help_panel=MEASURING)(bench)
 app.command(rich_help_panel=MEASURING)(sweep)
+app.command(rich_help_panel=MEASURING)(serve_bench)
 app.command(rich_help_panel=MEASURING)(profile)
 app.command(rich_help_panel=USING)(chat)
 app.command(rich_help_panel=FILES)(inspect)

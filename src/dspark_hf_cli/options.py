@@ -39,3 +39,19 @@ Compile = Annotated[bool, typer.Option("--compile", help="torch.compile the targ
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document to standard output, and nothing else there.")
 ]
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """
+    The numbers of a comma-separated list, each once and in ascending order.
+
+    Raises:
+        typer.BadParameter: for what is not a whole number of at least 1.
+    """
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} must be whole numbers separated by commas, got {text!r}.") from error
+    if numbers[0] < 1:
+        raise typer.BadParameter(f"{option} must be 1 or more, got {text!r}.")
+    return numbers

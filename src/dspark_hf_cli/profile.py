@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Compile, Device, Dtype, Json, Target, Threads
+from .options import Compile, Device, Dtype, Json, Target, Threads, whole_numbers
 
 if TYPE_CHECKING:
     from dspark_hf.scheduling import ThroughputCurve
@@ -51,7 +51,7 @@ def profile(
     from .loading import compile_models, load_drafter, load_target
     from .running import counting, save_figure
 
-    token_counts, row_counts = _numbers(tokens, "--tokens"), _numbers(rows, "--rows")
+    token_counts, row_counts = whole_numbers(tokens, "--tokens"), whole_numbers(rows, "--rows")
     folder = _folder_of(drafter) if save else None
     model, _ = load_target(target, dtype, device, threads)
     loaded = load_drafter(drafter, model) if drafter is not None else None
@@ -78,16 +78,6 @@ def profile(
         return
     _print_curve(curve)
     print(f"Curve: {output / THROUGHPUT_CURVE_NAME}" + (f", {folder / THROUGHPUT_CURVE_NAME}" if folder else ""))
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError as error:
-        raise typer.BadParameter(f"{option} {text} are not whole numbers.") from error
-    if numbers[0] < 1:
-        raise typer.BadParameter(f"{option} {text} must be positive.")
-    return numbers
 
 
 def _folder_of(drafter: str | None) -> Path:

@@ -76,8 +76,8 @@ def test_profile_saves_the_curve_with_the_drafter(folders, drafter, tmp_path):
     ("more", "message"),
     [
         (("--save",), "writes into the folder of a drafter"),
-        (("--tokens", "1,x"), "are not whole numbers"),
-        (("--rows", "0"), "must be positive"),
+        (("--tokens", "1,x"), "--tokens must be whole numbers"),
+        (("--rows", "0"), "must be 1 or more"),
     ],
     ids=["save without a drafter", "tokens that are no numbers", "no rows"],
 )

@@ -1,30 +1,23 @@
-"""Speed under load: measurements, results, files; and that the throughput scheduler can leave drafting be."""
-
-import json
+"""Speed under load: measurements, results and resuming; and the throughput scheduler stops drafting where it does not pay."""
 
 import pytest
-import tiny_folders
 
 import tiny
 from dspark_hf.evaluation.serving import (
-    ASYNC,
     FIXED,
     THROUGHPUT,
     Load,
     LoadFile,
     batch_of,
-    main,
-    margins_of,
-    markdown_of,
     measure_load,
-    results_of,
     run_serving,
     serving_methods,
 )
+from dspark_hf.evaluation.serving_report import margins_of, results_of
 from dspark_hf.scheduling import ThroughputCurve
 
 CHEAP = ThroughputCurve([1, 2], [1.0, 1.001], drafting={1: 0.01})
-DEAR = ThroughputCurve([1, 2], [1.0, 2.0], drafting={1: 3.0})
+EXPENSIVE = ThroughputCurve([1, 2], [1.0, 2.0], drafting={1: 3.0})
 
 
 def prompts(num=3):
@@ -44,7 +37,7 @@ def test_prompts_fill_a_batch_in_turn_and_are_padded_on_the_left():
     assert batch["input_ids"][2, 1:].tolist() == prompts(1)[0][0].tolist()
 
 
-def test_every_method_decodes_the_same_tokens_in_fewer_passes_where_drafts_pass():
+def test_every_method_decodes_as_many_tokens_and_accepted_drafts_save_passes():
     measured = loads(CHEAP)
     assert {load.tokens for load in measured.values()} == {2 * 23}
     assert measured["plain"].passes == 23 and measured["plain"].verify_length == 0.0
@@ -53,13 +46,13 @@ def test_every_method_decodes_the_same_tokens_in_fewer_passes_where_drafts_pass(
         assert measured[name].drafted_share == 1.0
 
 
-def test_where_tokens_are_dear_the_scheduler_decodes_plainly():
-    measured = loads(DEAR, num_new_tokens=48)
+def test_the_scheduler_decodes_plainly_where_verification_is_expensive():
+    measured = loads(EXPENSIVE, num_new_tokens=48)
     assert measured[THROUGHPUT].verify_length < 0.5 and measured[THROUGHPUT].drafted_share < 0.5
     assert measured[FIXED].verify_length > 2 and measured[FIXED].drafted_share == 1.0
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path):
+def test_an_interrupted_run_resumes(tmp_path):
     target = tiny.bigram()
     methods = serving_methods(tiny.perfect_drafter(target), CHEAP)
     seen = []
@@ -93,21 +86,3 @@ def test_medians_speedups_and_margins():
     assert results["plain"]["tokens_per_second"] == pytest.approx(12.5) and results["plain"]["per_row"] == 6.25
     assert results[FIXED]["speedup"] == pytest.approx(0.8)
     assert margins_of(list(results.values())) == {2: pytest.approx(1.0)}
-
-
-def test_the_command_writes_table_figures_and_document(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    folders = tiny_folders.save(tmp_path / "models")
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text('{"turns": ["1 + 1?"]}\n{"turns": ["and 2 + 22?"]}\n')
-    output = tmp_path / "out"
-    models = ["--target", str(folders.target), "--drafter", str(folders.perfect), "--prompts", str(questions)]
-    limits = ["--batches", "1,2", "--max-new-tokens", "6", "--repeats", "1", "--output", str(output)]
-    main(models + limits)
-    document = json.loads((output / "serving.json").read_text())
-    assert {(r["batch"], r["method"]) for r in document["results"]} == {
-        (batch, method) for batch in (1, 2) for method in ("plain", FIXED, "threshold 0.5", THROUGHPUT, ASYNC)
-    }
-    assert set(document["curve"]["drafting"]) == {"1", "2"} and document["environment"]["cpu"]
-    assert (output / "serving.md").read_text() == markdown_of(document) == capsys.readouterr().out.removesuffix("\n")
-    assert all((output / f"{name}.png").exists() for name in ("throughput", "budget"))

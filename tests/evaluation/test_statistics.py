@@ -1,6 +1,7 @@
-"""Figures of merit agree with numbers worked out by hand, and intervals with what scipy and theory say."""
+"""Figures of merit agree with numbers worked out by hand, and intervals with their definitions."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from dspark_hf.evaluation.statistics import (
 )
 from dspark_hf.generation.telemetry import Round
 
-stats = pytest.importorskip("scipy.stats")
+pytest.importorskip("scipy.stats")
 
 
 def a_round(accepted, verified=4, confidence=(0.9, 0.8, 0.4, 0.3), committed=None):
@@ -98,10 +99,27 @@ def test_nothing_measured_is_no_number():
     assert math.isnan(ratio_of_sums(np.zeros(0), np.zeros(0)).value)
 
 
-@pytest.mark.parametrize(("k", "n"), [(0, 10), (7, 10), (500, 1000)])
-def test_wilson_is_scipys(k, n):
-    expected = stats.binomtest(k, n).proportion_ci(method="wilson")
-    assert wilson_interval(k / n, n) == pytest.approx((expected.low, expected.high), abs=1e-6)
+@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (7, 10), (500, 1000)])
+def test_wilson_intervals_solve_their_equation(successes, trials):
+    """Both ends `p` satisfy `|share - p| = z sqrt(p (1 - p) / trials)`."""
+    share = successes / trials
+    for end in wilson_interval(successes, trials):
+        assert abs(share - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / trials), abs=1e-6)
+
+
+def test_no_trials_have_no_interval():
+    assert all(math.isnan(end) for end in wilson_interval(0, 0))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda: wilson_interval(1, 2), lambda: ratio_of_sums(np.ones(3), np.ones(3))],
+    ids=["Wilson", "bootstrap"],
+)
+def test_without_scipy_the_extra_is_named(compute, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"dspark-hf\[eval\]"):
+        compute()
 
 
 def test_conditional_acceptance_counts_only_slots_that_were_reached():

@@ -49,7 +49,7 @@ def acceptance_figure(document: dict[str, Any]) -> Any:
     methods = [name for name in _methods(document) if name != "plain"]
     if not groups or not methods:
         return None
-    figure = _new_figure(WIDTH, 3.2)
+    figure = new_figure(WIDTH, 3.2)
     axes = figure.subplots()
     width = 0.8 / len(methods)
     for i, method in enumerate(methods):
@@ -72,7 +72,7 @@ def conditional_acceptance_figure(document: dict[str, Any]) -> Any:
     results = [r for r in document["results"] if r["conditional_acceptance"] and (r["kind"], r["group"]) in panels]
     if not results:
         return None
-    figure = _new_figure(WIDTH, 3.2)
+    figure = new_figure(WIDTH, 3.2)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     methods = list(dict.fromkeys(r["method"] for r in results))
     for axes, (kind, group) in zip(all_axes, panels, strict=True):
@@ -116,7 +116,7 @@ def threshold_figure(document: dict[str, Any]) -> Any:
         panels += [(group, sweep) for sweep in swept[:1]]  # Of several methods with whole blocks, the first.
     if not panels:
         return None
-    figure = _new_figure(WIDTH, 3.2)
+    figure = new_figure(WIDTH, 3.2)
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for i, (axes, (group, sweep)) in enumerate(zip(all_axes, panels, strict=True)):
         xs = [point["threshold"] for point in sweep]
@@ -151,7 +151,7 @@ def reliability_figure(document: dict[str, Any]) -> Any:
     rows = [("no temperatures", before)] if after is None else [("before", before), ("after", after)]
     num_slots = min(len(before), 4)
     slots = [round(i * (len(before) - 1) / max(num_slots - 1, 1)) for i in range(num_slots)]
-    figure = _new_figure(WIDTH, 2.3 * len(rows) + 0.2)
+    figure = new_figure(WIDTH, 2.3 * len(rows) + 0.2)
     grid = figure.subplots(len(rows), num_slots, sharex=True, sharey=True, squeeze=False)
     for row, (label, reliabilities) in enumerate(rows):
         for axes, slot in zip(grid[row], slots, strict=True):
@@ -183,7 +183,7 @@ def speed_figure(document: dict[str, Any]) -> Any:
     points = [p for p in points if p[2]["value"] is not None and p[3]["value"] is not None]
     if not points:
         return None
-    figure = _new_figure(WIDTH, 3.6)
+    figure = new_figure(WIDTH, 3.6)
     axes = figure.subplots()
     for i, j, length, speed in points:
         axes.errorbar(
@@ -216,7 +216,7 @@ def profile_figure(document: dict[str, Any]) -> Any:
     profile = document.get("profile")
     if not profile:
         return None
-    figure = _new_figure(WIDTH, 1.6 + 0.5 * len(profile))
+    figure = new_figure(WIDTH, 1.6 + 0.5 * len(profile))
     axes = figure.subplots()
     parts = [p for p in next(iter(profile.values()))["parts"] if any(m["parts"][p]["ms"] for m in profile.values())]
     for row, method in enumerate(profile.values()):
@@ -245,7 +245,7 @@ def sweep_figure(points: Sequence[dict[str, Any]], over: str) -> Any:
         points: `label` (one line each), `x`, `acceptance_length` and `speedup` (estimates).
         over: What `x` is.
     """
-    figure = _new_figure(WIDTH, 3.2)
+    figure = new_figure(WIDTH, 3.2)
     labels = list(dict.fromkeys(point["label"] for point in points))
     for axes, (name, title) in zip(
         figure.subplots(1, 2), [("acceptance_length", "tokens a target pass"), ("speedup", "times as fast as plain")]
@@ -276,7 +276,13 @@ def sweep_figure(points: Sequence[dict[str, Any]], over: str) -> Any:
 # ---------------------------------------------------------------------- helpers
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """
+    An empty figure, in inches.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

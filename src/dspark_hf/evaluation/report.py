@@ -1,16 +1,17 @@
-"""The document of a run as a terminal table and as one HTML file that needs nothing beside it."""
+"""The document of a run as tables on the terminal and as one HTML file."""
 
 from __future__ import annotations
 
 import base64
-import html
 import json
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+
 # Column title, field of the estimates, decimals.
 COLUMNS = (
-    ("tokens a pass", "acceptance_length", 2),
+    ("tokens per pass", "acceptance_length", 2),
     ("accepted", "acceptance_rate", 2),
     ("drafted", "draft_length", 1),
     ("verified", "verify_length", 1),
@@ -23,29 +24,19 @@ COLUMNS = (
 )
 WITH_INTERVAL = ("acceptance_length", "speedup")
 CAPTIONS = {
-    "acceptance": "Tokens that come out of one pass of the target, with 95 % bootstrap intervals over prompts.",
-    "conditional_acceptance": "Share of drafts that pass at each slot, given that all before them did (95 % Wilson intervals).",
-    "threshold_sweep": "What a static confidence threshold would have let through of the same rounds.",
-    "reliability": "Predicted survival of a prefix against the share accepted. The area of a dot is its share of the rounds.",
-    "speed": "Speed, with the time of prompts included, against tokens a pass. Colour is the method, marker the task.",
+    "acceptance": "Tokens per pass of the target, with 95 % bootstrap intervals over prompts.",
+    "conditional_acceptance": "Share of drafts accepted at each slot, given that all before it were (95 % Wilson intervals).",
+    "threshold_sweep": "Drafts that a static confidence threshold would have verified in the same rounds.",
+    "reliability": "Predicted survival of a prefix against the accepted share. The area of a dot is its share of the rounds.",
+    "speed": "Speed, prompt processing included, against tokens per pass. Colour: method; marker: task.",
     "profile": "Where the time of a round goes.",
-    "sweep": "Tokens a pass and speed over what was varied.",
+    "sweep": "Tokens per pass and speed over the varied setting.",
 }
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
-td small { color: #666; }
-img { max-width: 100%; height: auto; }
-figure { margin: 2rem 0; }
-figcaption { color: #555; font-size: 14px; }
-pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: 12px; }
-"""
+TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 
 
 def rows_of(document: dict[str, Any]) -> list[list[str]]:
-    """The main table as text, a row a group and method."""
+    """The main table as text, one row per group and method."""
     rows = []
     for result in document["results"]:
         cells = [f"{result['group']} ({result['num_prompts']})", result["method"]]
@@ -56,7 +47,7 @@ def rows_of(document: dict[str, Any]) -> list[list[str]]:
 
 
 def text_of(estimate: dict[str, Any], decimals: int, with_interval: bool = False) -> str:
-    """`"2.31 (2.20, 2.42)"`; `"-"` where there is nothing."""
+    """`"2.31 (2.20, 2.42)"`; `"-"` where nothing was measured."""
     if estimate["value"] is None:
         return "-"
     text = f"{estimate['value']:.{decimals}f}"
@@ -66,23 +57,23 @@ def text_of(estimate: dict[str, Any], decimals: int, with_interval: bool = False
 
 
 def identity_lines(document: dict[str, Any]) -> list[str]:
-    """One line a method, and one for each answer that differs from that of plain `generate`."""
+    """One line per method, and one for each answer that differs from that of plain `generate`."""
     lines = []
     for method, identity in document["identity"].items():
         if not identity["checked"]:
             continue
         same = identity["checked"] - identity["different"]
-        lines.append(f"{method}: {same} of {identity['checked']} greedy answers are those of plain generate.")
+        lines.append(f"{method}: {same} of {identity['checked']} greedy answers equal those of plain generate.")
         lines += [f"  {difference_text(d)}" for d in identity["differences"]]
     return lines
 
 
 def difference_text(difference: dict[str, Any]) -> str:
-    """Where one answer departs, and whether that is a tie or a mistake."""
+    """Where one answer diverges, and how close the two tokens were."""
     d = difference
     where = f"{d['task']} {d['prompt']}, turn {d['turn'] + 1}, token {d['position']} ({d['method']})"
     if d["gap"] is None:
-        return f"{where}: one answer ends, the other goes on ({d['expected']} against {d['got']})"
+        return f"{where}: one answer ends, the other continues ({d['expected']} against {d['got']})"
     return f"{where}: {d['got']} instead of {d['expected']}, logit gap {d['gap']:.2e}"
 
 
@@ -97,12 +88,21 @@ def confidence_rows(document: dict[str, Any]) -> list[list[str]]:
 
 
 def profile_rows(document: dict[str, Any]) -> list[list[str]]:
-    """Milliseconds a round and share of it, by method and part."""
+    """Milliseconds per round and share of the round, by method and part."""
     return [
         [method, part, f"{cost['ms']:.2f}", f"{100 * cost['share']:.1f} %"]
         for method, profile in (document.get("profile") or {}).items()
         for part, cost in profile["parts"].items()
         if cost["ms"] and cost["share"] is not None
+    ]
+
+
+def tables_of(document: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Every table of the report: title, column titles, rows; a table may have no rows."""
+    return [
+        ("Results (95 % intervals)", ["task (prompts)", "method", *(c[0] for c in COLUMNS)], rows_of(document)),
+        ("Confidence", ["task", "method", "AUC", "ECE", "Brier"], confidence_rows(document)),
+        ("Time of a round", ["method", "part", "ms", "share"], profile_rows(document)),
     ]
 
 
@@ -113,12 +113,12 @@ def print_report(document: dict[str, Any], console: Any) -> None:
     """Prints the tables to a `rich` console."""
     from rich.table import Table
 
-    def show(title: str, header: list[str], rows: list[list[str]], num_text: int = 2) -> None:
+    for title, header, rows in tables_of(document):
         if not rows:
-            return
+            continue
         table = Table(title=title, title_justify="left", header_style="bold")
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i < num_text else "right", no_wrap=i >= num_text)
+            table.add_column(name, justify="left" if i < 2 else "right", no_wrap=i >= 2)
         previous = None
         for row in rows:
             if previous is not None and row[0] != previous:
@@ -126,10 +126,6 @@ def print_report(document: dict[str, Any], console: Any) -> None:
             table.add_row(*row)
             previous = row[0]
         console.print(table)
-
-    show("Results (95 % intervals)", ["task (prompts)", "method", *(c[0] for c in COLUMNS)], rows_of(document))
-    show("Confidence", ["task", "method", "AUC", "ECE", "Brier"], confidence_rows(document))
-    show("A round", ["method", "part", "ms", "share"], profile_rows(document))
     for line in identity_lines(document):
         console.print(line, highlight=False)
 
@@ -139,7 +135,7 @@ def print_report(document: dict[str, Any], console: Any) -> None:
 
 def write_html(document: dict[str, Any], path: Path, pngs: dict[str, bytes]) -> None:
     """
-    Writes the report.
+    Writes the report as one HTML file that needs nothing beside it.
 
     Args:
         document: As [`~dspark_hf.evaluation.document.build_document`] made it.
@@ -147,43 +143,21 @@ def write_html(document: dict[str, Any], path: Path, pngs: dict[str, bytes]) -> 
         pngs: The figures, by the names of `CAPTIONS`; they become part of the file.
     """
     settings = document["settings"]
-    parts = [
-        "<!doctype html><html lang=en><head><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width, initial-scale=1'>",
-        f"<title>DSpark on {_escaped(settings.get('target', 'a target'))}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>DSpark on {_escaped(settings.get('target', 'a target'))}</h1>",
-        f"<p>{_escaped(_settings_line(settings))}</p>",
-        "<h2>Results</h2>",
-        _table(["task (prompts)", "method", *(c[0] for c in COLUMNS)], rows_of(document)),
-    ]
-    if rows := confidence_rows(document):
-        parts += ["<h2>Confidence</h2>", _table(["task", "method", "AUC", "ECE", "Brier"], rows)]
-    if rows := profile_rows(document):
-        parts += ["<h2>A round</h2>", _table(["method", "part", "ms", "share"], rows)]
-    if lines := identity_lines(document):
-        parts += ["<h2>Same output as plain generate</h2>", f"<pre>{_escaped(chr(10).join(lines))}</pre>"]
-    for name, png in pngs.items():
-        data = base64.b64encode(png).decode()
-        caption = _escaped(CAPTIONS.get(name, name))
-        parts.append(
-            f"<figure><img alt='{caption}' src='data:image/png;base64,{data}'><figcaption>{caption}</figcaption></figure>"
-        )
-    environment = json.dumps({"settings": settings, "environment": document["environment"]}, indent=2)
-    parts += ["<h2>Environment</h2>", f"<pre>{_escaped(environment)}</pre>", "</body></html>"]
-    path.write_text("\n".join(parts), encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    page = template.render(
+        target=settings.get("target", "a target"),
+        settings=_settings_line(settings),
+        tables=tables_of(document),
+        identity=identity_lines(document),
+        figures=[
+            {"caption": CAPTIONS.get(name, name), "data": base64.b64encode(png).decode()} for name, png in pngs.items()
+        ],
+        environment=json.dumps({"settings": settings, "environment": document["environment"]}, indent=2),
+    )
+    path.write_text(page, encoding="utf-8")
 
 
 def _settings_line(settings: dict[str, Any]) -> str:
     temperature = settings.get("temperature")
     how = "greedy" if temperature == 0 else f"temperature {temperature}"
     return f"{how}, up to {settings.get('max_new_tokens')} new tokens, {settings.get('dtype')} on {settings.get('device')}."
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{_escaped(name)}</th>" for name in header)
-    body = "".join(f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _escaped(text: Any) -> str:
-    return html.escape(str(text))

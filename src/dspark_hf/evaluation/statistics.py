@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -176,10 +177,7 @@ def bootstrap(columns: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarr
     Raises:
         ImportError: without scipy.
     """
-    try:
-        from scipy import stats
-    except ImportError as error:
-        raise ImportError("Intervals are computed with scipy: pip install 'dspark-hf[eval]'.") from error
+    stats = _scipy_stats()
     if not len(columns[0]):
         return Estimate(math.nan)
     value = float(statistic(*columns))
@@ -202,21 +200,40 @@ def bootstrap(columns: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarr
 
 def conditional_acceptance(rounds: list[Round]) -> list[Estimate]:
     """
-    For each slot: of the drafts verified there whose predecessors all passed, the share that passed, with its 95 % Wilson
-    interval (single rounds counted as independent).
+    For each slot: of the drafts verified there whose predecessors were all accepted, the share that was accepted, with its
+    95 % Wilson interval (rounds are taken as independent).
+
+    Raises:
+        ImportError: without scipy.
     """
-    shares = SpeculationStats(rounds).conditional_acceptance
-    reached = [sum(r.verified > k and r.accepted >= k for r in rounds) for k in range(len(shares))]
-    return [Estimate(share, *wilson_interval(share, n)) for share, n in zip(shares, reached, strict=True)]
+    estimates = []
+    for slot, share in enumerate(SpeculationStats(rounds).conditional_acceptance):
+        reached = sum(r.verified > slot and r.accepted >= slot for r in rounds)
+        accepted = sum(r.verified > slot and r.accepted > slot for r in rounds)
+        estimates.append(Estimate(share, *wilson_interval(accepted, reached)))
+    return estimates
 
 
-def wilson_interval(share: float, num: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of a share of `num` trials."""
-    if not num:
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """
+    The 95 % interval of a share; NaN without trials.
+
+    Raises:
+        ImportError: without scipy.
+    """
+    stats = _scipy_stats()
+    if not trials:
         return math.nan, math.nan
-    center = (share + z * z / (2 * num)) / (1 + z * z / num)
-    half = z / (1 + z * z / num) * math.sqrt(share * (1 - share) / num + z * z / (4 * num * num))
-    return center - half, center + half
+    interval = stats.binomtest(successes, trials).proportion_ci(CONFIDENCE_LEVEL, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def _scipy_stats() -> Any:
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ImportError("Intervals are computed with scipy: pip install 'dspark-hf[eval]'.") from error
+    return stats
 
 
 # ---------------------------------------------------------------------- confidence

@@ -95,6 +95,8 @@ def roc_auc(predicted: np.ndarray, outcome: np.ndarray, num_bins: int = NUM_AUC_
     The probability that a prediction that came true is higher than one that did not, from a histogram: two in one bin
     count one half. NaN when all outcomes are the same.
     """
+    # Not scipy's rank statistic (mannwhitneyu): it also orders predictions within a bin, and the tests hold our figures
+    # against those of the reference implementation, which uses this histogram. So calibration needs no optional package.
     index = _bin_index(predicted, num_bins)
     positive = np.bincount(index, weights=outcome, minlength=num_bins)
     negative = np.bincount(index, weights=1 - outcome, minlength=num_bins)

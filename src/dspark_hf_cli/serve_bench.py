@@ -1,0 +1,99 @@
+"""`dspark-hf serve-bench`."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Device, Dtype, Json, Output, Target, Threads, whole_numbers
+
+
+def serve_bench(
+    target: Target,
+    drafter: Annotated[str, typer.Option("--drafter", "-d", help="The drafter: a folder or a model of the Hub.")],
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="A task that `dspark-hf bench` knows, or a JSONL file of prompts; batches take them in turn."
+        ),
+    ],
+    output: Output = Path("serving"),
+    batches: Annotated[str, typer.Option(help="Numbers of rows decoded together, comma-separated.")] = "1,2,4,8,16,32",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that every row decodes.")] = 128,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Measurements of each batch and method; their median counts.")
+    ] = 3,
+    threshold: Annotated[
+        float, typer.Option(min=0.0, help="Confidence below which the static threshold schedule stops.")
+    ] = 0.5,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """
+    Measure speed under load: batches of rising size, plainly and with each schedule.
+
+    Every row decodes the same number of tokens. Written to the output folder: `serving.json`, `serving.md`, with matplotlib
+    `throughput.png` and `budget.png`, and `loads.jsonl`, from which an interrupted run resumes.
+    """
+    from dspark_hf.checkpoints.files import THROUGHPUT_CURVE_NAME
+    from dspark_hf.evaluation.conversation import Conversation
+    from dspark_hf.evaluation.serving import LoadFile, run_serving, serving_curve, serving_methods
+    from dspark_hf.evaluation.serving_report import (
+        budget_figure,
+        markdown_of,
+        serving_document,
+        throughput_figure,
+    )
+
+    from .loading import load_drafter, load_target, load_tasks
+    from .running import counting, save_figure
+
+    row_counts = whole_numbers(batches, "--batches")
+    (task,) = load_tasks(prompts, max(row_counts), seed=0)
+    model, tokenizer = load_target(target, dtype, device, threads)
+    loaded = load_drafter(drafter, model)
+    prompt_ids = [Conversation(tokenizer, prompt.system).ask(prompt.turns[0]) for prompt in task.prompts]
+    output.mkdir(parents=True, exist_ok=True)
+    context_length = sum(ids.shape[1] for ids in prompt_ids) // len(prompt_ids) + max_new_tokens // 2
+    with counting("measuring costs") as on_progress:
+        curve = serving_curve(output / THROUGHPUT_CURVE_NAME, model, loaded, row_counts, context_length, on_progress)
+    settings = {
+        "target": target,
+        "drafter": drafter,
+        "prompts": prompts,
+        "num_new_tokens": max_new_tokens,
+        "num_repeats": repeats,
+        "temperature": temperature,
+        "threshold": threshold,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+    }
+    file = LoadFile(output / "loads.jsonl", settings)
+    try:
+        with counting("measuring batches") as on_progress:
+            run_serving(
+                model,
+                prompt_ids,
+                serving_methods(loaded, curve, threshold),
+                row_counts,
+                file,
+                num_new_tokens=max_new_tokens,
+                num_repeats=repeats,
+                temperature=temperature,
+                on_load=lambda load, done, total: on_progress(done, total),
+            )
+    finally:
+        file.close()
+    document = serving_document([load for load in file.loads.values() if load.batch in row_counts], settings, curve)
+    (output / "serving.json").write_text(json_module.dumps(document, indent=1) + "\n", encoding="utf-8")
+    markdown = markdown_of(document)
+    (output / "serving.md").write_text(markdown, encoding="utf-8")
+    save_figure(lambda: throughput_figure(document["results"]), output / "throughput.png")
+    save_figure(lambda: budget_figure(document["results"]), output / "budget.png")
+    print(json_module.dumps(document) if json else markdown)
