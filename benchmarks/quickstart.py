@@ -24,7 +24,7 @@ from dspark_hf.transformers_names import CACHE_KEY
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
-from quickstart import compare  # noqa: E402
+from quickstart import compare, speedup  # noqa: E402
 from smollm2 import ensure_target  # noqa: E402
 
 
@@ -92,34 +92,34 @@ def main():
     print(
         f"{'task':12}{'prompts':>8}{'acceptance':>12}{'plain tok/s':>13}{'DSpark tok/s':>14}{'ratio':>7}{'identical':>11}"
     )
-    seconds, tokens = {"plain": 0.0, "DSpark": 0.0}, 0
+    all_timed = []
     for file in args.files:
         conversations = prompts_of(file, tokenizer, args.max_prompts)
         stats = acceptance(target, drafter, tokenizer, conversations, args.max_new_tokens, args.rows)
         timed = [encode(tokenizer, [conversation]) for conversation in conversations[: args.timed_prompts]]
-        took, made, _, identical = compare(target, drafter, timed, args.max_new_tokens)
+        timed = list(compare(target, drafter, timed, args.max_new_tokens))
+        num_tokens = sum(c.num_tokens for c in timed)
         row = {
             "prompts": len(conversations),
             "acceptance_length": round(stats.acceptance_length, 3),
             "conditional_acceptance": [round(share, 3) for share in stats.conditional_acceptance],
-            "plain_tokens_per_second": round(made / took["plain"], 2),
-            "dspark_tokens_per_second": round(made / took["DSpark"], 2),
-            "ratio": round(took["plain"] / took["DSpark"], 3),
-            "identical": identical,
+            "plain_tokens_per_second": round(num_tokens / sum(c.plain_s for c in timed), 2),
+            "dspark_tokens_per_second": round(num_tokens / sum(c.dspark_s for c in timed), 2),
+            "ratio": round(speedup(timed), 3),
+            "identical": all(c.identical for c in timed),
         }
         report["tasks"][Path(file).stem] = row
         print(
             f"{Path(file).stem:12}{row['prompts']:8}{row['acceptance_length']:12.2f}{row['plain_tokens_per_second']:13.1f}"
-            f"{row['dspark_tokens_per_second']:14.1f}{row['ratio']:7.2f}{identical!s:>11}"
+            f"{row['dspark_tokens_per_second']:14.1f}{row['ratio']:7.2f}{row['identical']!s:>11}"
         )
-        for method, value in took.items():
-            seconds[method] += value
-        tokens += made
+        all_timed += timed
     lengths = [row["acceptance_length"] for row in report["tasks"].values()]
     report["acceptance_length"] = round(statistics.mean(lengths), 3)
-    report["ratio"] = round(seconds["plain"] / seconds["DSpark"], 3)
+    report["ratio"] = round(speedup(all_timed), 3)
     print(
-        f"\nmean acceptance length {report['acceptance_length']:.2f}, speed {report['ratio']:.2f} x plain over {tokens} tokens"
+        f"\nmean acceptance length {report['acceptance_length']:.2f}, speed {report['ratio']:.2f} times plain generate over "
+        f"{sum(c.num_tokens for c in all_timed)} tokens"
     )
     report["environment"] = {
         "torch": torch.__version__,

@@ -1,5 +1,6 @@
 """Every example runs, on tiny models, is short, and stands in the list of examples."""
 
+import importlib
 import json
 import re
 import runpy
@@ -96,6 +97,14 @@ def test_convert(run, folders):
     formats = ("--format", "deepspec", "--format", "speculators")
     printed = run("convert.py", folders.random, "--target", str(folders.target), "--output", "out", *formats)
     assert printed.count("read back") == 2
+
+
+def test_quickstart(run, folders, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(importlib.import_module("smollm2"), "ensure_target", lambda: folders.target)
+    printed = run("quickstart.py", "Hi", "--drafter", folders.perfect, "--max-new-tokens", 12)
+    assert "All 7 greedy answers are identical" in printed
+    assert re.search(r"times the speed of plain generate \(95 % interval over these 7 prompts: \d", printed)
 
 
 @pytest.mark.parametrize("name", SHORT)
