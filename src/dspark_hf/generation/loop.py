@@ -24,8 +24,7 @@ from .context_memory import prepare_context, remember
 from .eagle3_candidate_generator import generator_of
 from .logits_process import processors_for_row
 from .output import Output, assemble
-from .registration import unwrap_drafter
-from .requirements import backoff_of, check_call, draft_settings
+from .requirements import backoff_of, check_call, draft_settings, unwrap_drafter
 from .rows_target_pass import RowsTargetPass, states_of_row
 from .target_pass import TargetPass
 from .telemetry import Round, current_recorder

@@ -12,7 +12,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.generation import StoppingCriteriaList
 
 from ..drafter import Drafter
-from ..transformers_names import default_generation_settings, uncompiled
+from ..transformers_names import default_generation_settings
+from .loop import dspark_generate
+from .requirements import unwrap_drafter
 
 _ORIGINAL = "_dspark_hf_original"
 
@@ -44,23 +46,7 @@ def unregister() -> None:
         GenerationMixin.generate = original
 
 
-def unwrap_drafter(model: Any) -> Drafter | None:
-    """
-    The drafter behind `model`, which may be wrapped by PEFT; `None` when it is none.
-
-    Raises:
-        ValueError: for what `torch.compile(drafter)` returns, through which neither side would run compiled.
-    """
-    if isinstance(uncompiled(model), Drafter):
-        raise ValueError("torch.compile(drafter) wraps the drafter away from generate: call drafter.compile() instead.")
-    if not isinstance(model, Drafter) and hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    return model if isinstance(model, Drafter) else None
-
-
 def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> Drafter | None:
-    from .loop import dspark_generate
-
     if kwargs.get("custom_generate") is dspark_generate and kwargs.get("drafter") is not None:
         return unwrap_drafter(kwargs["drafter"])
     assistant = kwargs.get("assistant_model")
@@ -70,8 +56,6 @@ def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> Drafte
 
 
 def _generate_with_drafter(generate, target, drafter: Drafter, args: tuple, kwargs: dict[str, Any]):
-    from .loop import dspark_generate
-
     call = inspect.signature(generate).bind(target, *args, **kwargs).arguments
     call.update(call.pop("kwargs", {}))
     del call["self"]

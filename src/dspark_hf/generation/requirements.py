@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
@@ -15,6 +17,7 @@ from ..scheduling import (
     VerifyScheduler,
     build_scheduler,
 )
+from ..transformers_names import uncompiled
 
 logger = logging.get_logger(__name__)
 
@@ -28,6 +31,20 @@ _OTHER_METHODS = {
     "constraints": "constrained beam search",
     "force_words_ids": "constrained beam search",
 }
+
+
+def unwrap_drafter(model: Any) -> Drafter | None:
+    """
+    The drafter behind `model`, which may be wrapped by PEFT; `None` when `model` is not a drafter.
+
+    Raises:
+        ValueError: for what `torch.compile(drafter)` returns: `generate` calls the methods of the drafter inside, uncompiled.
+    """
+    if isinstance(uncompiled(model), Drafter):
+        raise ValueError("torch.compile(drafter) wraps the drafter away from generate: call drafter.compile() instead.")
+    if not isinstance(model, Drafter) and hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model if isinstance(model, Drafter) else None
 
 
 def check_call(model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig) -> None:
