@@ -6,6 +6,8 @@
 #   make interop   the speculators package loads our files and we load its
 #   make quality   lint, format and types
 #   make docs      the documentation, into site/, warnings being errors
+#   make notebook  runs the notebook of examples/ from a fresh kernel; NOTEBOOK=--inplace keeps its outputs
+#   make package   builds the wheel and the source archive into dist/ and checks them
 #
 # Settings, given as `make test NAME=value`:
 #   PYTHON      interpreter the environments are made with
@@ -21,6 +23,7 @@ VENV_LOWEST ?= .venv-lowest
 TORCH_SPEC ?= torch==2.13.0
 LOWEST_TRANSFORMERS ?= 5.17.0
 PYTEST ?=
+NOTEBOOK ?=
 WORKERS ?= auto
 RUN_TESTS := -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
@@ -29,6 +32,7 @@ KEY := $(shell cat pyproject.toml Makefile | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(KEY)
 READY_DEMO := $(VENV)/.ready-demo-$(KEY)
 READY_DOCS := $(VENV)/.ready-docs-$(KEY)
+READY_NOTEBOOK := $(VENV)/.ready-notebook-$(KEY)
 READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
 READY_SPECULATORS := $(VENV_LOWEST)/.ready-speculators-$(KEY)
 
@@ -37,7 +41,7 @@ PIP := -m pip --disable-pip-version-check --no-input install
 IN_VENV := $(VENV)/bin/python
 IN_LOWEST := $(VENV_LOWEST)/bin/python
 
-.PHONY: demo test slow interop quality docs format env clean
+.PHONY: demo test slow interop quality docs notebook package format env clean
 
 demo: $(READY_DEMO)
 	@$(IN_VENV) examples/quickstart.py
@@ -61,6 +65,19 @@ quality: $(READY)
 
 docs: $(READY_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
+
+notebook: $(READY_NOTEBOOK)
+	cd examples && $(abspath $(IN_VENV)) -m jupyter execute --timeout=900 $(NOTEBOOK) train_a_drafter.ipynb
+
+# The wheel is imported in an environment that has the packages of the first one, but not the project itself.
+package: $(READY)
+	rm -rf dist build/wheel
+	$(IN_VENV) -m build
+	$(IN_VENV) -m twine check --strict dist/*
+	$(IN_VENV) -m pip --disable-pip-version-check install --quiet --no-deps --target build/wheel dist/*.whl
+	cd build/wheel && PYTHONPATH=. $(abspath $(IN_VENV)) -c \
+	    'import dspark_hf; assert "build/wheel" in dspark_hf.__file__; from dspark_hf.hub import write_custom_generate; write_custom_generate(".")'
+	cd build/wheel && PYTHONPATH=. $(abspath $(IN_VENV)) -m dspark_hf_cli --version
 
 format: $(READY)
 	$(IN_VENV) -m ruff check --fix .
@@ -100,6 +117,11 @@ $(READY_DOCS): $(READY)
 	@echo "== Installing what builds the documentation"
 	@$(IN_VENV) $(PIP) -e '.[docs]'
 	@rm -f $(VENV)/.ready-docs-* && touch $@
+
+$(READY_NOTEBOOK): $(READY) $(READY_DEMO)
+	@echo "== Installing what runs the notebook"
+	@$(IN_VENV) $(PIP) -e '.[notebook]'
+	@rm -f $(VENV)/.ready-notebook-* && touch $@
 
 # Sees the packages of the first environment behind its own, so only what differs is installed.
 $(READY_LOWEST): $(READY)

@@ -42,7 +42,8 @@ class Block(NamedTuple):
 
 def documents() -> list[Path]:
     """Everything written for people that may hold code."""
-    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")]
+    names = ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md", "examples/README.md")
+    pages = [ROOT / name for name in names]
     return [*pages, *sorted((ROOT / "docs").rglob("*.md"))]
 
 

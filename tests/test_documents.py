@@ -17,6 +17,7 @@ import datasets
 from documents import ROOT, blocks, documents, run_document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dspark_hf
 from dspark_hf import Drafter
 
 ROWS = [
@@ -124,6 +125,17 @@ def test_files_that_documents_name_exist():
             assert (ROOT / name).exists(), f"{path}: {name} does not exist"
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
             assert (path.parent / link).exists(), f"{path}: {link} does not exist"
+
+
+def test_the_version_is_the_same_everywhere():
+    version = re.escape(dspark_hf.__version__)
+    released = re.search(
+        rf"^## \[{version}\] - (\d{{4}}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert released, f"CHANGELOG.md has no heading for {dspark_hf.__version__} with its date"
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^version: {version}$", citation, re.MULTILINE)
+    assert f'date-released: "{released[1]}"' in citation
 
 
 @pytest.mark.parametrize(
