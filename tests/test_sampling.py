@@ -5,7 +5,15 @@ import torch
 from scipy import stats
 
 from dspark_hf import sampling
-from dspark_hf.sampling import drafting_law, draw, leading_true, passes, residual, verify_greedy, verify_sampled
+from dspark_hf.sampling import (
+    drafting_distribution,
+    draw,
+    leading_true,
+    passes,
+    residual,
+    verify_greedy,
+    verify_sampled,
+)
 
 P = torch.tensor([0.5, 0.3, 0.2, 0.0])
 Q = torch.tensor([0.2, 0.2, 0.2, 0.4])
@@ -147,8 +155,8 @@ INF = float("inf")
         "one is left",
     ],
 )
-def test_drafting_law_is_a_law_whatever_the_scores(scores, law):
+def test_drafting_distribution_is_a_law_whatever_the_scores(scores, law):
     usual = torch.tensor([1.0, 2.0, -INF, 0.0])
-    both = drafting_law(torch.tensor([scores, usual.tolist()]))
+    both = drafting_distribution(torch.tensor([scores, usual.tolist()]))
     torch.testing.assert_close(both[0], torch.tensor(law))
     torch.testing.assert_close(both[1], usual.softmax(-1))

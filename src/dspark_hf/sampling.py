@@ -2,7 +2,7 @@
 
 Pure functions over probabilities. Accepting `x ~ q` with probability `min(1, p(x) / q(x))` and otherwise drawing from
 `norm(max(p - q, 0))` gives exactly `p` (paper section 2.1; Leviathan et al., 2023), whatever `q` is, as long as `q` is the
-law the draft was really drawn from.
+distribution that the draft was really drawn from.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ def draw(probs: torch.Tensor) -> torch.Tensor:
     return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])
 
 
-def drafting_law(scores: torch.Tensor) -> torch.Tensor:
+def drafting_distribution(scores: torch.Tensor) -> torch.Tensor:
     """
     The probabilities to draft with, `[..., V]`, from processed scores `[..., V]`.
 
-    Any law serves, as long as the draft is drawn from it. So where processors leave a reduced vocabulary no token, or make
-    NaN of its missing ones, the draft is drawn from what is left, or from all tokens alike, and verification decides.
+    Any distribution serves, as long as the draft is drawn from it. So where processors leave a reduced vocabulary no token, or
+    make NaN of its missing ones, the draft is drawn from what is left, or from all tokens alike, and verification decides.
     """
     scores = scores.nan_to_num(nan=float("-inf"), posinf=torch.finfo(scores.dtype).max, neginf=float("-inf"))
     is_possible = scores.amax(-1, keepdim=True) > float("-inf")
@@ -30,12 +30,12 @@ def drafting_law(scores: torch.Tensor) -> torch.Tensor:
 
 def passes(draft_ids: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
     """
-    The acceptance test of each draft, on its own.
+    The acceptance test of each draft by itself.
 
     Args:
         draft_ids: `[...]`.
-        draft_probs: The law each draft was drawn from, `[..., V]`.
-        target_probs: The target's law at the same position, `[..., V]`.
+        draft_probs: The distribution each draft was drawn from, `[..., V]`.
+        target_probs: The target's distribution at the same position, `[..., V]`.
 
     Returns:
         True with probability `min(1, p(x) / q(x))`, `[...]`.
@@ -66,7 +66,7 @@ def verify_greedy(draft_ids: torch.Tensor, target_ids: torch.Tensor) -> tuple[to
 
     Args:
         draft_ids: Drafts sent to the target, `[B, L]`.
-        target_ids: The target's own choice at each of these positions and the one after, `[B, L + 1]`.
+        target_ids: The target's choice at each of these positions and the one after, `[B, L + 1]`.
 
     Returns:
         `num_accepted` `[B]` and the token that follows them `[B]` (the target's correction, or the bonus token).
@@ -83,8 +83,8 @@ def verify_sampled(
 
     Args:
         draft_ids: Drafts sent to the target, `[B, L]`.
-        draft_probs: The law each was drawn from, `[B, L, V]`.
-        target_probs: The target's law at each of these positions and the one after, `[B, L + 1, V]`.
+        draft_probs: The distribution each was drawn from, `[B, L, V]`.
+        target_probs: The target's distribution at each of these positions and the one after, `[B, L + 1, V]`.
 
     Returns:
         `num_accepted` `[B]` and the token that follows them `[B]`.

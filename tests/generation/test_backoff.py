@@ -81,7 +81,7 @@ def test_drafting_comes_back_with_all_context_known():
 @pytest.mark.parametrize("max_pending", [5, 256], ids=["projected in between", "projected at the end"])
 def test_the_draft_cache_after_pauses_is_the_one_without(monkeypatch, max_pending):
     target, drafter = rig.target(), tiny.random_drafter(rig.target())
-    monkeypatch.setattr("dspark_hf.generation.candidate_generator._MAX_PENDING", max_pending)
+    monkeypatch.setattr("dspark_hf.generation.draft_context._MAX_PENDING", max_pending)
     caches = {}
     for backoff in (True, False):
         cache = DynamicCache()

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, QuantizedLayer, StaticLayer
 
 import tiny
 from dspark_hf import record_speculation
-from dspark_hf.generation import candidate_generator, context_memory, target_pass
+from dspark_hf.generation import candidate_generator, context_memory
 from dspark_hf.transformers_names import CACHE_KEY
 
 GREEDY = {"do_sample": False}
@@ -57,13 +57,13 @@ def drafts(monkeypatch):
 @pytest.fixture
 def recomputed(monkeypatch):
     """The lengths of all prefixes whose features were recomputed."""
-    lengths, recompute = [], target_pass.TargetPass.recompute_features
+    lengths, recompute = [], context_memory.recompute_features
 
-    def spy(self, input_ids):
+    def spy(target, input_ids):
         lengths.append(input_ids.shape[1])
-        return recompute(self, input_ids)
+        return recompute(target, input_ids)
 
-    monkeypatch.setattr(target_pass.TargetPass, "recompute_features", spy)
+    monkeypatch.setattr(context_memory, "recompute_features", spy)
     return lengths
 
 

@@ -7,35 +7,36 @@ from torch import nn
 
 import tiny
 from dspark_hf import DSparkDrafter, record_speculation
-from dspark_hf.generation import candidate_generator
+from dspark_hf.generation import draft_sampler
 from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.generation.draft_context import DraftContext
 from dspark_hf.scheduling import ConfidenceThreshold
 
 GREEDY = {"do_sample": False}
 
 
 @pytest.fixture
-def generators(monkeypatch):
-    """Every candidate generator made, with what it was given, in `seen`."""
+def contexts(monkeypatch):
+    """The context of every candidate generator made, with what it was given in `seen` and what it held for drafts in `held`."""
     made, init = [], DSparkCandidateGenerator.__init__
-    observe, draft = DSparkCandidateGenerator.observe, DSparkCandidateGenerator._draft
+    add, get_ready = DraftContext.add, DraftContext.get_ready
 
     def spy_init(self, *args, **kwargs):
         init(self, *args, **kwargs)
-        self.seen, self.held = [], []
-        made.append(self)
+        self.context.seen, self.context.held = [], []
+        made.append(self.context)
 
-    def spy_observe(self, context_features, counts):
+    def spy_add(self, context_features, counts):
         self.seen.append(context_features[0][None, : counts[0]])
-        return observe(self, context_features, counts)
+        return add(self, context_features, counts)
 
-    def spy_draft(self, input_ids, *args):
+    def spy_get_ready(self, input_ids):
+        get_ready(self, input_ids)
         self.held.append((self.cache.lengths[0] + self.first_positions[0], input_ids[0].shape[1]))
-        return draft(self, input_ids, *args)
 
     monkeypatch.setattr(DSparkCandidateGenerator, "__init__", spy_init)
-    monkeypatch.setattr(DSparkCandidateGenerator, "observe", spy_observe)
-    monkeypatch.setattr(DSparkCandidateGenerator, "_draft", spy_draft)
+    monkeypatch.setattr(DraftContext, "add", spy_add)
+    monkeypatch.setattr(DraftContext, "get_ready", spy_get_ready)
     return made
 
 
@@ -53,16 +54,16 @@ def fed_lengths(target):
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("chunk_size", [None, 4], ids=["whole prompt", "prompt in chunks"])
-def test_the_drafter_gets_the_tapped_states_of_every_committed_token(generators, family, chunk_size):
+def test_the_drafter_gets_the_tapped_states_of_every_committed_token(contexts, family, chunk_size):
     target = tiny.TARGETS[family]()
     outcome = rig.compare(
         target, drafter_fields={"target_layer_ids": [-1, 0, 2]}, prefill_chunk_size=chunk_size, max_new_tokens=24
     )
     states = target(outcome.plain[:, :-1], output_hidden_states=True).hidden_states
     expected = torch.cat([states[i] for i in (0, 1, 3)], dim=-1)
-    assert len(generators) == len(rig.KINDS)
-    for generator in generators:
-        torch.testing.assert_close(torch.cat(generator.seen, dim=1), expected, atol=2e-4, rtol=1e-3)
+    assert len(contexts) == len(rig.KINDS)
+    for context in contexts:
+        torch.testing.assert_close(torch.cat(context.seen, dim=1), expected, atol=2e-4, rtol=1e-3)
 
 
 def test_each_tap_is_the_output_of_its_layer():
@@ -80,19 +81,19 @@ def test_each_tap_is_the_output_of_its_layer():
     torch.testing.assert_close(added, torch.tensor([0.0, 1.0, 111.0]), atol=1e-3, rtol=1e-3)
 
 
-def test_the_draft_cache_holds_the_committed_tokens_and_nothing_else(generators):
+def test_the_draft_cache_holds_the_committed_tokens_and_nothing_else(contexts):
     rig.compare(rig.target(), max_new_tokens=40)
-    for generator in generators:
+    for context in contexts:
         # The anchor, the last token, has no features yet.
-        assert all(held == length - 1 for held, length in generator.held)
-        assert len(generator.held) > 2
+        assert all(held == length - 1 for held, length in context.held)
+        assert len(context.held) > 2
 
 
-def test_padding_is_no_context(generators):
+def test_padding_is_no_context(contexts):
     padded = tiny.left_padded(tiny.prompt(9), tiny.prompt(4, seed=1))
     rig.compare(rig.target(), {name: value[1:] for name, value in padded.items()})
-    for generator in generators:
-        assert all(held == length - 1 - 5 for held, length in generator.held)
+    for context in contexts:
+        assert all(held == length - 1 - 5 for held, length in context.held)
 
 
 @pytest.mark.parametrize("length", [4, 40], ids=["a short prompt", "a prompt beyond the drafter's table"])
@@ -258,7 +259,7 @@ def test_the_cut_does_not_look_at_the_token_it_decides_about(monkeypatch, thresh
     drafter = with_confidence(target)
     states = torch.randn(1, 8, tiny.HIDDEN_SIZE * len(drafter.config.target_layer_ids))
     chosen = []
-    monkeypatch.setattr(candidate_generator, "draw", lambda probs: torch.tensor([chosen.pop(0)]))
+    monkeypatch.setattr(draft_sampler, "draw", lambda probs: torch.tensor([chosen.pop(0)]))
     argmax = torch.Tensor.argmax
 
     def chosen_argmax(scores, *args):
@@ -272,7 +273,7 @@ def test_the_cut_does_not_look_at_the_token_it_decides_about(monkeypatch, thresh
         generator = DSparkCandidateGenerator(
             drafter, target, do_sample=do_sample, scheduler=ConfidenceThreshold(threshold), want_confidence=True
         )
-        generator.observe(states, [states.shape[1]])
+        generator.context.add(states, [states.shape[1]])
         made = generator.draft([torch.full((1, 9), 3)], max_drafts=[rig.BLOCK_SIZE])
         return made.confidence[0].tolist(), made.lengths[0]
 
@@ -331,7 +332,7 @@ def test_a_perfect_drafter_of_a_reduced_vocabulary_is_accepted_where_it_can_spea
 def test_the_drafting_law_is_zero_outside_a_reduced_vocabulary():
     target, token_ids = rig.target(), [7, 3, 90]
     generator = DSparkCandidateGenerator(reduced(target, token_ids), target, do_sample=True)
-    generator.observe(torch.randn(1, 5, tiny.HIDDEN_SIZE), [5])
+    generator.context.add(torch.randn(1, 5, tiny.HIDDEN_SIZE), [5])
     draft = generator.draft([torch.full((1, 6), 3)], max_drafts=[rig.BLOCK_SIZE])
     assert set(draft.ids[0].tolist()) <= set(token_ids)
     assert draft.probs.shape == (1, rig.BLOCK_SIZE, tiny.VOCAB_SIZE)
@@ -451,7 +452,7 @@ def test_the_candidate_generator_interface(do_sample):
     generator = DSparkCandidateGenerator(tiny.random_drafter(target), target, do_sample=do_sample)
     ids = tiny.prompt()["input_ids"]
     states = target(ids[:, :-1], output_hidden_states=True).hidden_states
-    generator.observe(states[1], [states[1].shape[1]])
+    generator.context.add(states[1], [states[1].shape[1]])
     candidates, log_probs = generator.get_candidates(ids)
     assert candidates.shape == (1, 9 + rig.BLOCK_SIZE) and torch.equal(candidates[:, :9], ids)
     if do_sample:

@@ -107,8 +107,8 @@ def context_of(drafter, target, ids) -> DraftCache:
     generator = Eagle3CandidateGenerator(drafter, target)
     states = target(ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[i] for i in drafter.config.hidden_state_indices], dim=-1)
-    generator.observe_prompt(features[:, :-1], None)
-    return generator.settle([ids])
+    generator.context.add_prompt(features[:, :-1], None)
+    return generator.context.complete([ids])
 
 
 @torch.no_grad()
@@ -119,9 +119,10 @@ def test_the_context_that_rounds_leave_is_that_of_the_whole_text(kind, monkeypat
     script = target.generate(**tiny.prompt(), max_new_tokens=20, do_sample=False)[0].tolist()
     drafter = rig.drafter_of(kind, target, script)
     monkeypatch.setattr(
-        "dspark_hf.generation.loop.remember", lambda cache, drafter, ids, context: left.update(ids=ids, context=context)
+        "dspark_hf.generation.call.remember", lambda cache, drafter, ids, context: left.update(ids=ids, context=context)
     )
-    target.generate(**tiny.prompt(), max_new_tokens=20, do_sample=False, assistant_model=drafter)
+    kept = {CACHE_KEY: DynamicCache(config=target.config)}
+    target.generate(**tiny.prompt(), max_new_tokens=20, do_sample=False, assistant_model=drafter, **kept)
     text = torch.tensor([script])
     assert torch.equal(left["ids"], text[:, :-1])
     expected, found = context_of(drafter, target, text), left["context"]

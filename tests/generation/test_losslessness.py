@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 import tiny
 from dspark_hf import DSparkDrafter, record_speculation, sampling
-from dspark_hf.generation import candidate_generator, token_choice
+from dspark_hf.generation import draft_sampler, token_choice
 from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
 
 pytestmark = pytest.mark.statistical
@@ -380,7 +380,7 @@ def patch_law(monkeypatch):
 
 def patch_greedy(monkeypatch):
     """The likeliest token is drafted, and called a draw."""
-    monkeypatch.setattr(candidate_generator, "draw", lambda probs: probs.argmax(-1))
+    monkeypatch.setattr(draft_sampler, "draw", lambda probs: probs.argmax(-1))
 
 
 def patch_cut(monkeypatch):

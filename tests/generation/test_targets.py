@@ -128,13 +128,13 @@ def test_text_through_a_multimodal_class(make, monkeypatch):
     inputs = tiny.prompt()
     if make is gemma3:
         inputs["token_type_ids"] = torch.zeros(1, 9, dtype=torch.long)
-    blocks, run = [], DSparkCandidateGenerator._block_hidden_states
+    blocks, run = [], DSparkCandidateGenerator.backbone_pass
 
-    def spy(self, anchor_ids, num_drafts):
-        blocks.append(self._next_positions(rig.BLOCK_SIZE)[0].tolist())
-        return run(self, anchor_ids, num_drafts)
+    def spy(self, input_ids, num_drafts):
+        blocks.append(self.context.next_positions(rig.BLOCK_SIZE)[0].tolist())
+        return run(self, input_ids, num_drafts)
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "_block_hidden_states", spy)
+    monkeypatch.setattr(DSparkCandidateGenerator, "backbone_pass", spy)
     rig.compare(target, inputs)
     for positions in blocks:
         assert positions == list(range(positions[0], positions[0] + rig.BLOCK_SIZE))

@@ -4,14 +4,12 @@ import math
 import threading
 
 import pytest
-import torch
 from generation import rig
 
 import tiny
 from dspark_hf import SpeculationStats, record_speculation
-from dspark_hf.generation import Round
-from dspark_hf.generation.candidate_generator import Draft
-from dspark_hf.generation.telemetry import current_recorder
+from dspark_hf.generation import Round, StageClock
+from dspark_hf.generation.telemetry import current_recorder, stage
 
 
 def rounds(*counts):
@@ -43,11 +41,6 @@ def test_without_rounds():
     assert stats.conditional_acceptance == [] and stats.num_committed == 0
 
 
-class Choice:
-    def __init__(self, num_accepted, num_slots):
-        self.num_accepted, self.num_slots = num_accepted, num_slots
-
-
 @pytest.mark.parametrize(
     ("accepted", "committed", "expected"),
     [(2, 3, (4, 2, 3)), (4, 5, (4, 4, 5)), (0, 1, (4, 0, 1)), (4, 2, (2, 2, 2)), (2, 2, (2, 2, 2)), (3, 1, (1, 1, 1))],
@@ -61,14 +54,57 @@ class Choice:
     ],
 )
 def test_a_round_that_ends_the_output_counts_up_to_the_end(accepted, committed, expected):
-    draft = Draft(torch.zeros(1, 4, dtype=torch.long), None, torch.full((1, 4), 0.5), [4])
-    r = Round.of(3, 4, draft, Choice(accepted, 5), committed)
-    stats = SpeculationStats()
-    stats.add([r], [1.0, 2.0, 4.0, 4.5])
-    assert stats.rounds == [r] and r.row == 3
+    r = Round.cut_to_output(row=3, drafted=4, verified=4, accepted=accepted, committed=committed)
     assert (r.verified, r.accepted, r.committed) == expected
-    assert r.drafted == 4 and r.confidence == [0.5] * 4
-    assert (r.drafting_s, r.verifying_s, r.elsewhere_s) == (1.0, 2.0, 0.5)
+    assert r.drafted == 4 and r.row == 3
+
+
+class Ticking(StageClock):
+    """A clock whose readings are given."""
+
+    def __init__(self, *readings):
+        super().__init__()
+        self.readings = list(readings)
+
+    def _read(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("time.perf_counter", lambda: self.readings.pop(0))
+            super()._read()
+
+
+def test_rows_share_the_times_of_their_round():
+    stats = SpeculationStats(clock=Ticking(0, 7, 10, 12, 20, 26, 30, 31))
+    for name in ("prompt", "draft", "verify", "commit"):
+        with stats.clock.stage(name):
+            pass
+    pair = rounds((4, 4), (4, 1))
+    stats.add(pair)
+    assert stats.rounds == pair and stats.prefill_s == 7
+    assert all((r.drafting_s, r.verifying_s, r.elsewhere_s) == (1, 3, 0.5) for r in pair)
+    more = SpeculationStats(clock=stats.clock)
+    more.add(rounds((1, 1)))
+    assert more.prefill_s == more.rounds[0].drafting_s == 0, "a clock may have run before"
+
+
+def test_a_stage_inside_another_counts_for_itself():
+    clock = Ticking(0, 2, 5, 6, 16, 20)
+    with clock.stage("draft"):
+        with clock.stage("backbone"):
+            pass
+        with clock.stage("confidence"):
+            pass
+    assert clock.seconds == {("draft", "draft"): 2 + 1 + 4, ("draft", "backbone"): 3, ("draft", "confidence"): 10}
+    assert clock.total("draft") == 20
+
+
+def test_a_clock_waits_for_the_device_before_each_reading():
+    waits = []
+    clock = StageClock(lambda: waits.append(None))
+    with record_speculation(clock), stage("draft"), stage("backbone"):
+        pass
+    with stage("draft"):
+        pass
+    assert len(waits) == 4
 
 
 def test_recording_covers_every_call_inside_and_none_outside():

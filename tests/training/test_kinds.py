@@ -122,7 +122,7 @@ def drafts_of(drafter, target, do_sample):
     generator = DSparkCandidateGenerator(drafter, target, do_sample=do_sample)
     states = target(ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[i] for i in drafter.config.hidden_state_indices], dim=-1)
-    generator.observe_prompt(features[:, :-1], None)
+    generator.context.add_prompt(features[:, :-1], None)
     torch.manual_seed(0)
     return generator.draft([ids], [tiny.BLOCK_SIZE])
 

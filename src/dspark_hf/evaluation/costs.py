@@ -108,13 +108,13 @@ def drafting_seconds(
     ids = [
         torch.randint(drafter.config.vocab_size, (1, context_length + 1), device=target.device) for _ in range(num_rows)
     ]
-    generator.observe(list(features), [context_length] * num_rows)
+    generator.context.add_prompt(features, None)
     times = []
     for _ in range(2 + num_repeats):
         synchronize(target.device)
         started = time.perf_counter()
         generator.draft(ids, [drafter.config.num_draft_tokens] * num_rows)
-        generator.observe(list(features[:, :_COMMITTED]), [_COMMITTED] * num_rows)
+        generator.context.add(list(features[:, :_COMMITTED]), [_COMMITTED] * num_rows)
         synchronize(target.device)
         times.append(time.perf_counter() - started)
     return statistics.median(times[2:])

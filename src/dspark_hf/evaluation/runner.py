@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..generation.telemetry import record_speculation
+from ..generation.telemetry import StageClock, record_speculation
 from ..transformers_names import CACHE_KEY
 from .conversation import Conversation
 from .meter import measured
@@ -138,6 +138,7 @@ def answer(
     prompt: Prompt,
     settings: BenchSettings,
     index: int = 0,
+    clock: StageClock | None = None,
 ) -> list[Turn]:
     """
     The target's answers to one prompt by one method, turn by turn.
@@ -148,6 +149,7 @@ def answer(
         prompt: What it is asked.
         settings: As for the whole run.
         index: The prompt's number, for the random state.
+        clock: Times the stages of its rounds, besides the turns' own times.
     """
     torch.manual_seed(settings.seed * 1_000_003 + index)
     conversation, cache, turns = Conversation(tokenizer, prompt.system), None, []
@@ -158,7 +160,7 @@ def answer(
             kwargs[CACHE_KEY] = cache
         if getattr(target.generation_config, "pad_token_id", None) is None:
             kwargs.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
-        with record_speculation() as stats, measured(target) as meter:
+        with record_speculation(clock) as stats, measured(target) as meter:
             output = target.generate(
                 input_ids=input_ids,
                 attention_mask=torch.ones_like(input_ids),

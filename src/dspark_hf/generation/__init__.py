@@ -2,13 +2,15 @@
 
 from .loop import dspark_generate
 from .registration import register, unregister
-from .streamer import DraftTintStreamer
-from .telemetry import Round, SpeculationStats, record_speculation
+from .streamer import DraftStreamer, DraftTintStreamer
+from .telemetry import Round, SpeculationStats, StageClock, record_speculation
 
 __all__ = [
+    "DraftStreamer",
     "DraftTintStreamer",
     "Round",
     "SpeculationStats",
+    "StageClock",
     "dspark_generate",
     "record_speculation",
     "register",

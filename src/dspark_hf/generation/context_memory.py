@@ -14,7 +14,8 @@ from transformers import Cache
 
 from ..draft_cache import DraftCache
 from ..drafter import Drafter
-from .candidate_generator import DSparkCandidateGenerator
+from .draft_context import DraftContext
+from .prompt_pass import cache_holds_prefix, recompute_features
 from .target_pass import TargetPass
 
 # Keyed by the target's cache object and gone with it: nothing is stored on either model.
@@ -41,18 +42,18 @@ def recall(cache: Cache, drafter: Drafter, token_ids: torch.Tensor) -> DraftCach
     return draft_cache
 
 
-def prepare_context(target: TargetPass, generator: DSparkCandidateGenerator, input_ids: torch.Tensor) -> None:
+def prepare_context(target: TargetPass, context: DraftContext, input_ids: torch.Tensor) -> None:
     """Gives the drafter what can be had of the tokens in the target's cache, before the prompt is fed."""
     past_length = target.past_length
     if past_length == 0:
         return
-    real = target.attended_columns(0, past_length)
-    if input_ids.shape[1] < past_length or not target.holds_prefix_of(input_ids):
-        generator.first_positions = [past_length] * len(input_ids) if real is None else real.sum(1).tolist()
+    attended = target.attended_columns(0, past_length)
+    if input_ids.shape[1] < past_length or not cache_holds_prefix(target, input_ids):
+        context.first_positions = [past_length] * len(input_ids) if attended is None else attended.sum(1).tolist()
         return
     prefix = input_ids[:, :past_length]
-    recalled = recall(target.cache, generator.drafter, prefix) if len(prefix) == 1 else None
+    recalled = recall(target.cache, context.drafter, prefix) if len(prefix) == 1 else None
     if recalled is not None:
-        generator.cache = recalled
+        context.cache = recalled
     else:
-        generator.observe_prompt(target.recompute_features(prefix), real)
+        context.add_prompt(recompute_features(target, prefix), attended)

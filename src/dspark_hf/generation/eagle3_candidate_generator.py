@@ -1,4 +1,4 @@
-"""Chain drafting with an EAGLE-3 drafter, as the candidates of any other drafter: warped, scheduled and verified alike."""
+"""Drafting with an EAGLE-3 drafter: a chain of single steps, with processors, schedules and verification as for any drafter."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ..draft_cache import DraftCache
 from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings
 from ..modeling_eagle3 import Eagle3Drafter
-from .candidate_generator import Draft, DSparkCandidateGenerator
+from .candidate_generator import DSparkCandidateGenerator
+from .draft_context import DraftContext
 
 
 class Eagle3LogitsProcessor(LogitsProcessor):
     """
-    One step of the drafter a call, in the place of a block drafter's sequential head: all of a slot's logits are its bias.
+    One step of the drafter per call, in the place of a block drafter's sequential head: all of a slot's logits are its bias.
 
     Call [`~Eagle3LogitsProcessor.begin_chain`] first.
 
     Args:
         drafter: The drafter.
-        embeddings: What it speaks through.
+        embeddings: The embedding and LM head it uses.
     """
 
     def __init__(self, drafter: Eagle3Drafter, embeddings: SharedEmbeddings):
@@ -39,63 +40,54 @@ class Eagle3LogitsProcessor(LogitsProcessor):
         """`input_ids` `[B, L]`, of which the last token counts; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
         drafter, step = self.drafter, self._cache.num_steps
         self._states = drafter.step(
-            input_ids[:, -1],
-            self._states,
-            self._position_ids + step,
-            self._cache,
-            self.embeddings,
+            input_ids[:, -1], self._states, self._position_ids + step, self._cache, self.embeddings
         )
         return scores + drafter.base_logits(drafter.norm(self._states), self.embeddings)
 
 
-class Eagle3CandidateGenerator(DSparkCandidateGenerator):
+class Eagle3Context(DraftContext):
     """
-    Drafts for the rows of one `generate` call, each token from the drafter's own state at the one before it.
+    The context of an EAGLE-3 drafter.
 
-    What a token's context entry holds depends on the token after it. So the last final token of each row stays out of the
-    cache until the next draft: its state is what that draft starts from.
+    What a token's entry in the cache holds depends on the token after it. So the last final token of each row stays out of the
+    cache until the next draft: its fused state is what that draft starts from.
 
-    Arguments as in [`DSparkCandidateGenerator`].
+    Args:
+        drafter: The drafter.
+        embeddings: The embedding it uses.
+        num_rows: Rows of the call.
+
+    Attributes:
+        states (`list[torch.Tensor]`): Of each row the fused states of final tokens that are not in the cache, `[n, D]`.
     """
 
     drafter: Eagle3Drafter
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._head = Eagle3LogitsProcessor(self.drafter, self.embeddings)
-        # Of each row the fused states of final tokens that are not in the cache, [n, D].
-        empty = self.drafter.fc.weight.new_zeros(0, self.drafter.config.hidden_size)
-        self._states = [empty for _ in self.rows]
+    def __init__(self, drafter: Eagle3Drafter, embeddings: SharedEmbeddings, num_rows: int = 1):
+        super().__init__(drafter, num_rows)
+        self.embeddings = embeddings
+        empty = drafter.fc.weight.new_zeros(0, drafter.config.hidden_size)
+        self.states = [empty for _ in range(num_rows)]
 
-    def catch_up(self) -> None:
-        """Fuses the features that are still waiting for it."""
-        for row, pending in enumerate(self._pending):
-            if pending:
-                features = torch.cat(pending).to(self.drafter.device)
-                self._states[row] = torch.cat([self._states[row], self.drafter.project_context(features)])
-        self._pending = [[] for _ in self._pending]
+    def get_ready(self, input_ids: Sequence[torch.Tensor]) -> None:
+        """Leaves the state of the token before each anchor in `states`, and all earlier ones in the cache."""
+        self.project()
+        self._skip_tokens_without_id(input_ids)
+        self._extend_cache(input_ids, [len(states) - 1 for states in self.states])
+
+    def complete(self, input_ids: Sequence[torch.Tensor]) -> DraftCache:
+        self.project()
+        self._skip_tokens_without_id(input_ids)
+        self._extend_cache(input_ids, [len(states) for states in self.states])
+        return self.cache
 
     def keep_rows(self, rows: list[int]) -> None:
         super().keep_rows(rows)
-        self._states = [self._states[row] for row in rows]
+        self.states = [self.states[row] for row in rows]
 
-    def settle(self, input_ids: Sequence[torch.Tensor]) -> DraftCache:
-        self.catch_up()
-        self._skip_tokens_without_id(input_ids)
-        self._extend_cache(input_ids, [len(states) for states in self._states])
-        return self.cache
-
-    def _draft(self, input_ids: Sequence[torch.Tensor], num_drafts: int, max_drafts: Sequence[int]) -> Draft:
-        self.catch_up()
-        self._skip_tokens_without_id(input_ids)
-        input_ids = [ids.to(self.drafter.device) for ids in input_ids]
-        self._extend_cache(input_ids, [len(states) - 1 for states in self._states])
-        states = torch.cat(self._states)  # [B, D]
-        self._head.begin_chain(states, self._next_positions(1)[:, 0], self.cache)
-        zeros = states.new_zeros((), dtype=torch.float32).expand(
-            len(states), num_drafts, self.drafter.config.logits_size
-        )
-        return self._sequential_stage(input_ids, states[:, None], zeros, max_drafts)
+    def _project(self, rows: list[torch.Tensor]) -> None:
+        fused = [self.drafter.project_context(features) for features in rows]
+        self.states = [torch.cat(pair) for pair in zip(self.states, fused, strict=True)]
 
     def _extend_cache(self, input_ids: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Moves the first `counts` states of each row into the cache; the row's last tokens are those after its states."""
@@ -103,29 +95,52 @@ class Eagle3CandidateGenerator(DSparkCandidateGenerator):
             return
         following = [
             ids[0, ids.shape[1] - len(states) :][:count]
-            for ids, states, count in zip(input_ids, self._states, counts, strict=True)
+            for ids, states, count in zip(input_ids, self.states, counts, strict=True)
         ]
-        moved = [states[:count] for states, count in zip(self._states, counts, strict=True)]
+        moved = [states[:count] for states, count in zip(self.states, counts, strict=True)]
         pad = torch.nn.utils.rnn.pad_sequence
-        positions = self._next_positions(max(counts))
         self.drafter.extend_cache(
             self.cache,
             pad(following, batch_first=True),
             pad(moved, batch_first=True),
-            positions,
+            self.next_positions(max(counts)),
             counts,
             self.embeddings,
         )
-        self._states = [states[count:] for states, count in zip(self._states, counts, strict=True)]
+        self.states = [states[count:] for states, count in zip(self.states, counts, strict=True)]
 
     def _skip_tokens_without_id(self, input_ids: Sequence[torch.Tensor]) -> None:
         """A prompt given as embeddings has states whose next token is unknown: the context starts behind them."""
-        for row, (ids, states) in enumerate(zip(input_ids, self._states, strict=True)):
+        for row, (ids, states) in enumerate(zip(input_ids, self.states, strict=True)):
             if (num_unknown := len(states) - ids.shape[1]) > 0:
-                self._states[row] = states[num_unknown:]
+                self.states[row] = states[num_unknown:]
                 self.first_positions[row] += num_unknown
 
 
+class Eagle3CandidateGenerator(DSparkCandidateGenerator):
+    """
+    Drafts for the rows of one `generate` call, each token from the drafter's own state at the one before it.
+
+    Arguments as in [`DSparkCandidateGenerator`].
+    """
+
+    drafter: Eagle3Drafter
+    context: Eagle3Context
+    head: Eagle3LogitsProcessor
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.head = Eagle3LogitsProcessor(self.drafter, self.embeddings)
+        self.context = Eagle3Context(self.drafter, self.embeddings, len(self.rows))
+
+    def backbone_pass(self, input_ids: Sequence[torch.Tensor], num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states before the anchors `[B, 1, D]`; there are no base logits, so they are 0, `[B, G, V_draft]`."""
+        states = torch.cat(self.context.states)  # [B, D]
+        self.head.begin_chain(states, self.context.next_positions(1)[:, 0], self.context.cache)
+        zeros = states.new_zeros((), dtype=torch.float32)
+        return states[:, None], zeros.expand(len(states), num_drafts, self.drafter.config.logits_size)
+
+
 def generator_of(drafter: Drafter) -> type[DSparkCandidateGenerator]:
-    """What drafts with a drafter of this kind."""
+    """The class that drafts with a drafter of this kind."""
     return Eagle3CandidateGenerator if drafter.config.is_autoregressive else DSparkCandidateGenerator

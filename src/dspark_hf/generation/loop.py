@@ -8,7 +8,7 @@ many of the tokens come out of one pass.
 
 from __future__ import annotations
 
-import time
+import contextlib
 from typing import Any
 
 import torch
@@ -18,17 +18,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..drafter import Drafter
 from ..scheduling import VerifyScheduler
-from ..transformers_names import is_callers_cache, pad_token_of
-from .candidate_generator import DSparkCandidateGenerator, no_draft
-from .context_memory import prepare_context, remember
-from .eagle3_candidate_generator import generator_of
-from .logits_process import processors_for_row
-from .output import Output, assemble
-from .requirements import backoff_of, check_call, draft_settings, unwrap_drafter
-from .rows_target_pass import RowsTargetPass, states_of_row
-from .target_pass import TargetPass
-from .telemetry import Round, current_recorder
-from .token_choice import TokenChoice
+from .call import Call, DraftOptions, prepare_call
+from .candidate_generator import Draft, no_draft
+from .context_memory import prepare_context
+from .prompt_pass import feed_prompt
+from .rows_target_pass import states_of_row
+from .target_pass import TargetOutput
+from .telemetry import Round, current_recorder, stage
+from .token_choice import TokenChoice, choose_at_once
 
 
 @torch.no_grad()
@@ -63,7 +60,7 @@ def dspark_generate(
         logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepared them.
         drafter: The drafter, which may be wrapped by PEFT.
         streamer: Gets each committed token, as in plain `generate`.
-        num_assistant_tokens: Drafts a round; the drafter's `generation_config` by default.
+        num_assistant_tokens: Drafts per round; the drafter's `generation_config` by default.
         assistant_confidence_threshold: A round's drafts end before the first slot less confident than this.
         verify_scheduler: Decides instead how many of each row's drafts are verified: an object or the name of one.
         drafting_backoff: Whether drafting pauses while it does not pay; on by default.
@@ -74,87 +71,83 @@ def dspark_generate(
     Raises:
         ValueError: for calls that have no exact answer here; each message says what to do instead.
     """
-    prompt: TargetPass | None = None
-    try:
-        base = unwrap_drafter(drafter)
-        if base is None:
-            raise ValueError(f"drafter= must be a DSparkDrafter or Eagle3Drafter, got {type(drafter).__name__}.")
-        check_call(model, input_ids, generation_config)
-        num_drafts, scheduler = draft_settings(
-            base, model, num_assistant_tokens, assistant_confidence_threshold, verify_scheduler
-        )
-        num_rows, do_sample, recorder = len(input_ids), bool(generation_config.do_sample), current_recorder()
-        processors = [processors_for_row(logits_processor, row, num_rows) for row in range(num_rows)]
-        generator = generator_of(base)(
-            base,
-            model,
-            processors,
-            do_sample=do_sample,
-            num_draft_tokens=num_drafts,
-            scheduler=scheduler,
-            backoff=backoff_of(base, model, scheduler, num_rows, drafting_backoff),
-            want_confidence=recorder is not None,
-        )
-        prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
-        outputs = [Output(row, stopping_criteria, generation_config, streamer) for row in input_ids.split(1)]
-
-        # 1. The prompts: their features become the drafter's context, their last logits give the first anchors.
-        started = time.perf_counter()
-        prepare_context(prompt, generator, input_ids)
-        for fed in prompt.prefill(input_ids):
-            generator.observe_prompt(fed.context_features, fed.attended)
-        for row, output in enumerate(outputs):
-            choice = TokenChoice(processors[row], do_sample, fed.logits[row : row + 1], no_draft())
-            output.commit(choice, states_of_row(fed.raw, row, num_rows), is_prefill=True)
-        keep_cache = bool(generation_config.return_dict_in_generate) or is_callers_cache(prompt.cache)
-        target = prompt if num_rows == 1 else RowsTargetPass(prompt, keep_cache)
-        if recorder is not None:
-            recorder.prefill_s += time.perf_counter() - started
-
-        # 2. Rounds, until every row is complete.
-        rows = drop_finished(list(range(num_rows)), outputs, generator, target)
-        while rows:
-            clock = [time.perf_counter()]
-            # A round adds one token of the target's own, so there is room for one draft fewer than for tokens.
-            draft = generator.draft([outputs[row].ids for row in rows], [outputs[row].room - 1 for row in rows])
-            drafts = [draft.of_row(place) for place in range(len(rows))]
-            clock.append(time.perf_counter())
-            fed_rows = target.verify([outputs[row].ids for row in rows], [own.ids for own in drafts])
-            clock.append(time.perf_counter())
-            choices = [
-                TokenChoice(processors[row], do_sample, fed.logits, own)
-                for row, fed, own in zip(rows, fed_rows, drafts, strict=True)
-            ]
-            lengths = [outputs[row].ids.shape[1] for row in rows]
-            try:
-                for row, fed, choice in zip(rows, fed_rows, choices, strict=True):
-                    outputs[row].commit(choice, fed.raw)
-            finally:  # Whatever a criterion or streamer raises, the cache keeps no rejected draft.
-                counts = [outputs[row].ids.shape[1] - length for row, length in zip(rows, lengths, strict=True)]
-                target.commit(counts)
-            generator.observe([fed.context_features[0] for fed in fed_rows], counts)
-            if recorder is not None:
-                parts = zip(rows, drafts, choices, counts, strict=True)
-                records = [Round.of(row, draft.ids.shape[1], *others) for row, *others in parts]
-                recorder.add(records, [*clock, time.perf_counter()])
-            rows = drop_finished(rows, outputs, generator, target)
-        if num_rows == 1 and outputs[0].ids.shape[1] == prompt.past_length + 1:  # The ids are those of the whole cache.
-            ids = outputs[0].ids
-            remember(prompt.cache, base, ids[:, :-1], generator.settle([ids]))
-        return assemble(outputs, pad_token_of(generation_config), target.finish())
-    finally:
-        if prompt is not None:
-            prompt.end_recording()
+    with contextlib.ExitStack() as ending:
         if streamer is not None:
-            streamer.end()
+            ending.callback(streamer.end)
+        options = DraftOptions(num_assistant_tokens, assistant_confidence_threshold, verify_scheduler, drafting_backoff)
+        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        call = prepare_call(*prepared, drafter, streamer, options, model_kwargs)
+        ending.callback(call.prompt.end)
+        with stage("prompt"):
+            feed_prompts(call, input_ids)
+        while call.rows:
+            run_round(call)
+        return call.result()
 
 
-def drop_finished(
-    rows: list[int], outputs: list[Output], generator: DSparkCandidateGenerator, target: TargetPass | RowsTargetPass
-) -> list[int]:
-    """The rows still to be decoded; the others leave the drafter and the target and cost nothing more."""
-    places = [place for place, row in enumerate(rows) if not outputs[row].is_finished]
-    if len(outputs) > 1 and len(places) < len(rows):
-        generator.keep_rows(places)
-        target.keep_rows(places)
-    return [rows[place] for place in places]
+def feed_prompts(call: Call, input_ids: torch.Tensor) -> None:
+    """The prompts `[B, P]`: their features become the drafter's context, their last logits give the first anchors."""
+    prepare_context(call.prompt, call.generator.context, input_ids)
+    for fed in feed_prompt(call.prompt, input_ids):
+        call.generator.context.add_prompt(fed.context_features, fed.attended)
+    num_rows = len(call.rows)
+    rows = [
+        fed._replace(logits=fed.logits[row : row + 1], raw=states_of_row(fed.raw, row, num_rows)) for row in call.rows
+    ]
+    commit(call, rows, [no_draft()] * num_rows)
+    call.begin_rounds()
+
+
+def run_round(call: Call) -> None:
+    """One draft-verify-commit of the rows still being decoded."""
+    rows, ids = call.rows, [call.outputs[row].ids for row in call.rows]
+    with stage("draft"):
+        wanted = call.backoff.wants_drafts(rows)
+        max_drafts = [call.max_drafts(row) if wants else 0 for row, wants in zip(rows, wanted, strict=True)]
+        draft = call.generator.draft(ids, max_drafts)
+        drafts = [draft.of_row(place) for place in range(len(rows))]
+
+    with stage("verify"):
+        fed = call.target.verify(ids, [own.ids for own in drafts])
+
+    with stage("commit"):
+        try:
+            choices = commit(call, fed, drafts)
+        finally:  # Whatever a criterion or streamer raises, the cache keeps no rejected draft.
+            changes = [call.outputs[row].ids.shape[1] - before.shape[1] for row, before in zip(rows, ids, strict=True)]
+            call.target.commit(changes)
+        counts = [max(change, 0) for change in changes]  # Rows that were ahead when the batch ended became shorter.
+        call.generator.context.add([own.context_features[0] for own in fed], counts)
+        # Where there was only no room for drafts, the round says nothing about what they are worth.
+        if any(max_drafts) or not any(wanted):
+            call.backoff.observe(rows, draft.lengths, [max(count - 1, 0) for count in counts])
+        call.drop_finished_rows()
+
+    if (recorder := current_recorder()) is not None:
+        parts = zip(rows, wanted, drafts, choices, counts, strict=True)
+        recorder.add(
+            [
+                Round.cut_to_output(
+                    row=row,
+                    drafted=draft.ids.shape[1] if wants else 0,
+                    verified=own.ids.shape[1],
+                    accepted=choice.num_accepted,
+                    committed=count,
+                    confidence=[] if own.confidence is None else own.confidence[0].tolist(),
+                    skipped=not wants,
+                )
+                for row, wants, own, choice, count in parts
+            ]
+        )
+
+
+def commit(call: Call, fed: list[TargetOutput], drafts: list[Draft]) -> list[TokenChoice]:
+    """Chooses the tokens of each row from what the target said of its drafts, and adds them to the outputs."""
+    parts = list(zip(call.rows, fed, drafts, strict=True))
+    choices = [TokenChoice(call.processors[row], call.do_sample, own.logits, draft) for row, own, draft in parts]
+    if call.chooses_at_once:
+        choose_at_once(choices)
+    for (row, own, _), choice in zip(parts, choices, strict=True):
+        call.outputs[row].commit(choice, own)
+    call.end_where_criteria_say()
+    return choices

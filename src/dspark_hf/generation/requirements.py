@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..drafter import Drafter
+from ..rope_limit import RopeLimit
 from ..scheduling import (
     ConfidenceThreshold,
     FixedLength,
+    NoBackoff,
     RowsBackoff,
     ThroughputCurve,
     VerifyScheduler,
@@ -27,7 +29,7 @@ _OTHER_METHODS = {
     "dola_layers": "DoLa decoding",
     "prompt_lookup_num_tokens": "prompt lookup",
     "assistant_early_exit": "early-exit self-speculation",
-    "assistant_ensemble_weight": "ensemble verification, which changes the output's law",
+    "assistant_ensemble_weight": "ensemble verification, which changes the distribution of the output",
     "constraints": "constrained beam search",
     "force_words_ids": "constrained beam search",
 }
@@ -47,12 +49,24 @@ def unwrap_drafter(model: Any) -> Drafter | None:
     return model if isinstance(model, Drafter) else None
 
 
-def check_call(model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig) -> None:
+def refuse(reason: str) -> NoReturn:
+    """Raises the `ValueError` of a call that has no exact answer here."""
+    raise ValueError(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")
+
+
+def check_call(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, rope: RopeLimit | None = None
+) -> None:
     """
     Refuses calls that this loop has no exact answer for.
 
+    Args:
+        model, input_ids, generation_config: As `generate` prepared them.
+        rope: The length at which the target's rotary positions change, if they do.
+
     Raises:
-        ValueError: beams, other decoding methods, prompt-tuned targets, attention weights of several rows.
+        ValueError: beams, other decoding methods, prompt-tuned targets, attention weights of several rows, several rows
+            that may outgrow `rope`.
     """
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(
@@ -69,6 +83,12 @@ def check_call(model: PreTrainedModel, input_ids: torch.Tensor, generation_confi
             f"output_attentions=True is not available for several rows ({len(input_ids)} here): their attention is computed "
             "together. Call generate for each row."
         )
+    if rope is not None and len(input_ids) > 1 and generation_config.max_length > rope.length:
+        raise ValueError(
+            f"Several rows ({len(input_ids)} here) may reach {generation_config.max_length} tokens, but the rotary positions of "
+            f"{type(model).__name__} (rope_type={rope.kind!r}) change for all rows once the longest is past {rope.length}. Lower "
+            "max_new_tokens, or call generate for each row."
+        )
     _refuse_virtual_tokens(model)
 
 
@@ -80,7 +100,7 @@ def draft_settings(
     scheduler: VerifyScheduler | str | None,
 ) -> tuple[int, VerifyScheduler]:
     """
-    Drafts a round and who decides how many are verified: the call's settings, else those of `drafter.generation_config`.
+    Drafts per round, and what decides how many are verified: the call's settings, else those of `drafter.generation_config`.
 
     Raises:
         ValueError: for more drafts than a block gives, a threshold that is no probability, two ways to decide, or a
@@ -134,9 +154,9 @@ def curve_of(drafter: Drafter, target: PreTrainedModel) -> ThroughputCurve | Non
 
 def backoff_of(
     drafter: Drafter, target: PreTrainedModel, scheduler: VerifyScheduler, num_rows: int, is_on: bool | None
-) -> RowsBackoff | None:
+) -> RowsBackoff | NoBackoff:
     """
-    What decides when drafting pauses; `None` where that is switched off. Costs are those of the scheduler's curve, else of
+    What decides when drafting pauses. Costs are those of the scheduler's curve, else of
     the drafter's, else assumed: both models by their size, further tokens by the kind of device.
 
     Args:
@@ -147,7 +167,7 @@ def backoff_of(
     if is_on is None:
         is_on = getattr(drafter.generation_config, "drafting_backoff", None)
     if is_on is False:
-        return None
+        return NoBackoff()
     costs = getattr(scheduler, "curve", None)
     if not isinstance(costs, ThroughputCurve):
         costs = curve_of(drafter, target)

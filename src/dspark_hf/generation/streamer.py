@@ -16,9 +16,16 @@ OWN_STYLE = "\x1b[38;5;208m"
 RESET = "\x1b[0m"
 
 
-class DraftTintStreamer(BaseStreamer):
+class DraftStreamer(BaseStreamer):
+    """A streamer that wants to know which tokens were drafted. Derive from it to be told."""
+
+    def next_are_drafted(self, num_tokens: int) -> None:
+        """Says that the next `num_tokens` tokens to be `put` come from the drafter. The decoding loop calls this."""
+
+
+class DraftTintStreamer(DraftStreamer):
     """
-    Prints text as it is generated: drafted tokens in one colour, the target's own in another.
+    Prints text as it is generated: drafted tokens in one colour, tokens of the target in another.
 
     ```python
     >>> streamer = DraftTintStreamer(tokenizer, skip_prompt=True)  # doctest: +SKIP
@@ -56,7 +63,6 @@ class DraftTintStreamer(BaseStreamer):
         self._num_printed = 0
 
     def next_are_drafted(self, num_tokens: int) -> None:
-        """Says that the next `num_tokens` tokens to be `put` come from the drafter. The decoding loop calls this."""
         self._num_drafted = num_tokens
 
     def put(self, value: torch.Tensor) -> None:

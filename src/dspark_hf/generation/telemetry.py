@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from .candidate_generator import Draft
-    from .token_choice import TokenChoice
+# The prompts, the three parts of a round, and what happens inside them.
+Stage = Literal["prompt", "draft", "verify", "commit"]
+InnerStage = Literal[
+    "target pass",
+    "backbone",
+    "draft LM head",
+    "sequential stage",
+    "confidence",
+    "processors",
+    "context features",
+    "acceptance",
+    "cache handling",
+]
 
 
 @dataclass
@@ -45,28 +55,68 @@ class Round:
     skipped: bool = False
 
     @classmethod
-    def of(cls, row: int, drafted: int, draft: Draft, choice: TokenChoice, committed: int) -> Round:
+    def cut_to_output(cls, *, verified: int, accepted: int, committed: int, **others: Any) -> Round:
         """
-        The record of one row's round, without its times.
+        The record of a round that may have ended the output.
 
         Args:
-            row: Row of the batch.
-            drafted: Tokens the drafter proposed.
-            draft: What of it was sent to the target, `[1, L]`.
-            choice: What the target made of it.
-            committed: Tokens added to the output.
+            verified: Drafts sent to the target.
+            accepted: Of those, drafts that passed.
+            committed: Tokens added to the output: fewer than `accepted + 1` where it ended inside the drafts.
+            others: The other fields.
         """
-        ended_in_drafts = committed <= choice.num_accepted
-        skipped = not all(draft.wanted)
+        ended_inside_drafts = committed <= accepted
         return cls(
-            drafted=0 if skipped else drafted,
-            verified=committed if ended_in_drafts else choice.num_slots - 1,
-            accepted=min(choice.num_accepted, committed),
+            verified=committed if ended_inside_drafts else verified,
+            accepted=min(accepted, committed),
             committed=committed,
-            confidence=[] if draft.confidence is None else draft.confidence[0].tolist(),
-            row=row,
-            skipped=skipped,
+            **others,
         )
+
+
+class StageClock:
+    """
+    Adds up the time of the stages of decoding.
+
+    A stage that runs inside another counts for itself: its time is taken off the outer one.
+
+    Args:
+        synchronize: Waits until the device has finished. Called before each reading; by default nothing is waited for,
+            which times when work is handed to an accelerator, not when it is done.
+
+    Attributes:
+        seconds (`dict[tuple[str, str], float]`): Seconds by the outermost stage and the stage itself.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None):
+        self.seconds: dict[tuple[str, str], float] = {}
+        self._synchronize = synchronize
+        self._running: list[str] = []
+        self._last_reading = 0.0
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times what runs inside."""
+        self._read()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._read()
+            self._running.pop()
+
+    def total(self, outermost: Stage) -> float:
+        """Seconds of an outermost stage with everything inside it."""
+        return sum(seconds for (outer, _), seconds in self.seconds.items() if outer == outermost)
+
+    def _read(self) -> None:
+        """Credits the time since the last reading to the innermost running stage."""
+        self._synchronize()
+        now = time.perf_counter()
+        if self._running:
+            key = (self._running[0], self._running[-1])
+            self.seconds[key] = self.seconds.get(key, 0.0) + now - self._last_reading
+        self._last_reading = now
 
 
 @dataclass
@@ -76,28 +126,38 @@ class SpeculationStats:
 
     Args:
         rounds: In the order they happened.
-        prefill_s: Wall-clock seconds spent on prompts.
+        clock: The time that each stage of the calls took.
     """
 
     rounds: list[Round] = field(default_factory=list)
-    prefill_s: float = 0.0
+    clock: StageClock = field(default_factory=StageClock)
 
-    def add(self, rounds: list[Round], clock: list[float]) -> None:
+    def __post_init__(self) -> None:
+        self._prompts_before_s = self.clock.total("prompt")
+        self._counted_s = self._rounds_s()
+
+    def add(self, rounds: list[Round]) -> None:
         """
-        Adds one round of each row.
+        Adds one round of each row, with the time on the clock since the rounds before.
 
         Args:
             rounds: Of the rows that were decoded together.
-            clock: Seconds on a clock at the start, after drafting, after the target's pass and at the end.
         """
-        drafting_s, verifying_s, elsewhere_s = ((b - a) / len(rounds) for a, b in itertools.pairwise(clock))
+        rounds_s = self._rounds_s()
+        shares = [(now - before) / len(rounds) for now, before in zip(rounds_s, self._counted_s, strict=True)]
         for record in rounds:
-            record.drafting_s, record.verifying_s, record.elsewhere_s = drafting_s, verifying_s, elsewhere_s
+            record.drafting_s, record.verifying_s, record.elsewhere_s = shares
+        self._counted_s = rounds_s
         self.rounds += rounds
 
     @property
+    def prefill_s(self) -> float:
+        """Wall-clock seconds spent on prompts."""
+        return self.clock.total("prompt") - self._prompts_before_s
+
+    @property
     def acceptance_length(self) -> float:
-        """Tokens committed a target pass, the target's own included, averaged over rounds; NaN without rounds."""
+        """Tokens committed per target pass, the target's own included, averaged over rounds; NaN without rounds."""
         return _ratio(self.num_committed, len(self.rounds))
 
     @property
@@ -118,13 +178,17 @@ class SpeculationStats:
         """Tokens the rounds added to the output."""
         return sum(r.committed for r in self.rounds)
 
+    def _rounds_s(self) -> tuple[float, ...]:
+        return self.clock.total("draft"), self.clock.total("verify"), self.clock.total("commit")
+
 
 # A context variable: each thread and each asyncio task records its own calls only.
 _recorder: contextvars.ContextVar[SpeculationStats | None] = contextvars.ContextVar("dspark_hf_stats", default=None)
+_UNTIMED = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def record_speculation() -> Iterator[SpeculationStats]:
+def record_speculation(clock: StageClock | None = None) -> Iterator[SpeculationStats]:
     """
     Records every round of the `generate` calls made inside, in this thread.
 
@@ -134,8 +198,12 @@ def record_speculation() -> Iterator[SpeculationStats]:
     >>> stats.acceptance_length  # doctest: +SKIP
     3.64
     ```
+
+    Args:
+        clock (*optional*): Times the stages of the calls. One that waits for the device makes the times of all stages exact, and
+            decoding slower.
     """
-    stats = SpeculationStats()
+    stats = SpeculationStats(clock=clock if clock is not None else StageClock())
     token = _recorder.set(stats)
     try:
         yield stats
@@ -146,6 +214,12 @@ def record_speculation() -> Iterator[SpeculationStats]:
 def current_recorder() -> SpeculationStats | None:
     """The statistics being recorded in this context, if any."""
     return _recorder.get()
+
+
+def stage(name: Stage | InnerStage) -> contextlib.AbstractContextManager[None]:
+    """Times what runs inside as this stage, while somebody records; costs next to nothing while nobody does."""
+    recorder = _recorder.get()
+    return _UNTIMED if recorder is None else recorder.clock.stage(name)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -1,35 +1,42 @@
-"""Which tokens come out of one target pass: accepted drafts, then the target's own token."""
+"""Which tokens come out of one target pass: accepted drafts, then one token of the target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import LogitsProcessorList
 
 from ..sampling import draw, passes, residual, verify_greedy, verify_sampled
 from .candidate_generator import Draft
-from .logits_process import is_rowwise
+from .telemetry import stage
 
 
 class TokenChoice:
     """
-    Applies the user's processors to the target's logits and decides which drafts pass.
+    Applies the user's processors to the target's logits and decides which drafts pass, in one of two ways.
 
-    Processors that look at the scores alone see all positions of a round in one call. Any other sees exactly the calls
-    that plain `generate` makes, one for each committed token in order, so processors with state are right too.
+    [`choose_at_once`] decides the whole round, for processors that look at the scores alone.
+    [`~TokenChoice.one_by_one`] makes exactly the calls that plain `generate` makes, one for each committed token in order, so
+    that processors with state are right too.
 
     Args:
         logits_processor: As `generate` prepared them.
         do_sample: Rejection sampling, or greedy agreement.
-        logits: The target's float32 logits at the anchor and each verified draft, `[B, L + 1, V]`.
-        draft: The drafts verified, `ids` `[B, L]`.
+        logits: The target's float32 logits at the anchor and each verified draft, `[1, L + 1, V]`.
+        draft: The drafts verified, `ids` `[1, L]`.
+
+    Attributes:
+        num_accepted (`int`): Drafts that passed, as far as it is decided.
+        tokens (`torch.Tensor` of shape `[1, N]`): The tokens chosen at once; `None` one by one.
+        listed (`list[int]`): The same tokens.
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, logits: torch.Tensor, draft: Draft):
-        self.is_rowwise = is_rowwise(logits_processor)
         self.num_slots = logits.shape[1]
         self.num_accepted = 0
+        self.tokens: torch.Tensor | None = None
+        self.listed: list[int] = []
         self._processor = logits_processor
         self._do_sample = do_sample
         self._logits = logits
@@ -37,13 +44,13 @@ class TokenChoice:
         self._draft_probs = None if draft.probs is None else draft.probs[:, : self.num_slots - 1].to(logits.device)
         self._scores: list[torch.Tensor] = []
 
-    def all_tokens(self) -> torch.Tensor:
-        """The tokens of the round at once, `[1, N]`: drafts that pass and the one that follows. Row-wise processors only."""
+    def decide(self) -> torch.Tensor:
+        """Decides the round on the device: `[L + 2]`, the number of accepted drafts and the tokens of the slots."""
         scores = self._logits
         if self._processor:
-            flat = scores.reshape(-1, scores.shape[-1]).clone()
-            no_ids = self._draft_ids.new_zeros(len(flat), 0)
-            scores = self._processor(no_ids, flat).view_as(scores)
+            with stage("processors"):
+                flat = scores.reshape(-1, scores.shape[-1]).clone()
+                scores = self._processor(self._draft_ids.new_zeros(len(flat), 0), flat).view_as(scores)
         self._scores = list(scores.unbind(1))
         if not self._do_sample:
             accepted, follow = verify_greedy(self._draft_ids, scores.argmax(-1))
@@ -51,35 +58,44 @@ class TokenChoice:
             probs = scores.softmax(-1)
             draft_probs = self._draft_probs if self._draft_probs is not None else probs[:, :0]
             accepted, follow = verify_sampled(self._draft_ids, draft_probs, probs)
-        self.num_accepted = int(accepted[0])
-        return torch.cat([self._draft_ids[:, : self.num_accepted], follow[:, None]], dim=1)
+        # The token that follows stands behind the accepted drafts; whatever is behind it does not count.
+        self.tokens = torch.nn.functional.pad(self._draft_ids, (0, 1)).scatter(1, accepted[:, None], follow[:, None])
+        return torch.cat([accepted, self.tokens[0]])
+
+    def settle(self, num_accepted: int, listed: list[int]) -> None:
+        """Takes in what [`~TokenChoice.decide`] decided, once it is read from the device."""
+        assert self.tokens is not None
+        self.num_accepted, self.listed = num_accepted, listed[: num_accepted + 1]
+        self.tokens = self.tokens[:, : num_accepted + 1]
 
     def one_by_one(self, current_ids: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
         """
-        The tokens of the round, each chosen only once the one before it is committed.
+        The tokens of the round `[1]`, each chosen only once the one before it is committed.
 
         Args:
             current_ids: Gives all tokens committed so far, `[1, L]`, when called.
         """
         for slot in range(self.num_slots):
-            scores = self._processor(current_ids(), self._logits[:, slot].clone())
+            with stage("processors"):
+                scores = self._processor(current_ids(), self._logits[:, slot].clone())
             self._scores.append(scores)
-            accepted, token_ids = self._verify_slot(slot, scores)
+            with stage("acceptance"):
+                accepted, token_ids = self._verify_slot(slot, scores)
             self.num_accepted += accepted
             yield token_ids
             if not accepted:
                 return
 
     def scores_at(self, slot: int) -> torch.Tensor:
-        """Processed scores `[B, V]` that gave the token at `slot`."""
+        """Processed scores `[1, V]` that gave the token at `slot`."""
         return self._scores[slot]
 
     def logits_at(self, slot: int) -> torch.Tensor:
-        """The target's raw logits `[B, V]` at `slot`."""
+        """The target's raw logits `[1, V]` at `slot`."""
         return self._logits[:, slot].clone()
 
     def _verify_slot(self, slot: int, scores: torch.Tensor) -> tuple[bool, torch.Tensor]:
-        """Whether the draft at `slot` passes, and the token there: the draft, or the target's own."""
+        """Whether the draft at `slot` passes, and the token there: the draft, or one of the target."""
         has_draft = slot < self.num_slots - 1
         if not self._do_sample:
             chosen = scores.argmax(-1)
@@ -92,3 +108,15 @@ class TokenChoice:
         if bool(passes(draft_ids, draft_probs, probs)):
             return True, draft_ids
         return False, draw(residual(probs, draft_probs))
+
+
+def choose_at_once(choices: Sequence[TokenChoice]) -> None:
+    """Decides the rounds of several rows and reads all decisions from the device in one go."""
+    with stage("acceptance"):
+        decisions = [choice.decide() for choice in choices]
+        read = torch.cat(decisions).tolist()
+    start = 0
+    for choice, decision in zip(choices, decisions, strict=True):
+        num_accepted, *listed = read[start : start + len(decision)]
+        choice.settle(num_accepted, listed)
+        start += len(decision)

@@ -1,6 +1,6 @@
 """How many drafts to verify: calibrated confidence, the measured cost of a pass, and the schedulers that weigh the two."""
 
-from .backoff import DraftingBackoff, RowsBackoff
+from .backoff import DraftingBackoff, NoBackoff, RowsBackoff
 from .calibration import Calibration, ConfidenceRounds, fit_temperatures, measure_calibration, weighted_mean
 from .plots import plot_curve, plot_reliability
 from .reliability import Reliability, ReliabilityBin, measure_reliability
@@ -22,6 +22,7 @@ __all__ = [
     "ConfidenceThreshold",
     "DraftingBackoff",
     "FixedLength",
+    "NoBackoff",
     "Reliability",
     "ReliabilityBin",
     "RowsBackoff",

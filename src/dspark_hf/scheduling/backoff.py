@@ -151,3 +151,13 @@ class RowsBackoff:
         draft_cost = self._costs.pass_cost(len(rows), total) * len(rows) / max(total, 1)
         for row, drafted, verified, accepted in zip(rows, wanted, num_verified, num_accepted, strict=True):
             self._rows[row].observe(accepted, int(drafted), verified * draft_cost)
+
+
+class NoBackoff:
+    """Every row drafts in every round."""
+
+    def wants_drafts(self, rows: Sequence[int]) -> list[bool]:
+        return [True] * len(rows)
+
+    def observe(self, rows: Sequence[int], num_verified: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Nothing to learn."""

@@ -1,0 +1,70 @@
+"""Several rows as plain `generate` shows them to streamers and criteria: one new token of every row per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from .output import Output
+from .returned import stacked
+from .stopping import StoppingRules
+
+
+class BatchSteps:
+    """
+    Goes through the steps of a batch as they become complete.
+
+    Rows are at different lengths here. A step is complete once every row has its token of it, and only then are criteria asked
+    and streamers served, with the very batch that plain `generate` would have shown them: so a criterion may read its row's
+    index, look at other rows or end the whole batch. What rows that were ahead have said beyond the end is dropped.
+
+    Args:
+        outputs: Of all rows.
+        rules: The criteria.
+        streamer: Gets the tokens `[B]` of each step.
+        pad_token_id: Fills rows that have ended.
+    """
+
+    def __init__(
+        self, outputs: Sequence[Output], rules: StoppingRules, streamer: BaseStreamer | None, pad_token_id: int
+    ):
+        self._outputs = outputs
+        self._rules = rules
+        self._streamer = streamer
+        self._pad_token_id = pad_token_id
+        self._num_steps = 0
+        self._unfinished = [True] * len(outputs)
+        self._scores: tuple[torch.Tensor, ...] | None = None if outputs[0].returned.scores is None else ()
+
+    def advance(self) -> None:
+        """Called after each round: ends outputs where a criterion has ended them."""
+        while any(self._unfinished) and all(o.is_finished or o.num_new > self._num_steps for o in self._outputs):
+            self._num_steps += 1
+            ids = self._ids_of_step()
+            ended = self._rules.ask(ids, self._scores_of_step())
+            if self._streamer is not None:
+                self._streamer.put(ids[:, -1].cpu())
+            for row, output in enumerate(self._outputs):
+                if ended[row] and self._unfinished[row]:
+                    self._unfinished[row] = False
+                    if self._rules.pads_ended_rows:
+                        output.end_after(self._num_steps)
+        if not any(self._unfinished):
+            for output in self._outputs:
+                output.end_after(self._num_steps)
+
+    def _ids_of_step(self) -> torch.Tensor:
+        """All rows up to the step, `[B, P + num_steps]`."""
+        rows = [output.ids[:, : output.ids.shape[1] - output.num_new + self._num_steps] for output in self._outputs]
+        longest = max(row.shape[1] for row in rows)
+        pad = torch.nn.functional.pad
+        return torch.cat([pad(row, (0, longest - row.shape[1]), value=self._pad_token_id) for row in rows])
+
+    def _scores_of_step(self) -> tuple[torch.Tensor, ...] | None:
+        """The scores `[B, V]` of all steps, where the user asked for scores."""
+        if self._scores is not None:
+            step = slice(self._num_steps - 1, self._num_steps)
+            self._scores += stacked([output.returned.scores[step] for output in self._outputs]) or ()
+        return self._scores

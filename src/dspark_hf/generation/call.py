@@ -1,0 +1,180 @@
+"""A `generate` call with a drafter: its checks, and the parts that decode it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from ..rope_limit import RopeLimit, rope_limit
+from ..scheduling import NoBackoff, RowsBackoff, VerifyScheduler
+from ..transformers_names import is_callers_cache, pad_token_of
+from .batch_steps import BatchSteps
+from .candidate_generator import DSparkCandidateGenerator
+from .context_memory import remember
+from .eagle3_candidate_generator import generator_of
+from .logits_process import is_rowwise
+from .output import Output
+from .requirements import backoff_of, check_call, draft_settings, unwrap_drafter
+from .returned import Returned, assemble
+from .row_processors import processors_for_row
+from .rows_target_pass import RowsTargetPass
+from .stopping import StoppingRules
+from .target_pass import TargetPass
+from .telemetry import current_recorder
+
+
+@dataclass
+class DraftOptions:
+    """The settings of drafting as given in the call; `None` for those of the drafter. See [`~dspark_hf.dspark_generate`]."""
+
+    num_assistant_tokens: int | None = None
+    assistant_confidence_threshold: float | None = None
+    verify_scheduler: VerifyScheduler | str | None = None
+    drafting_backoff: bool | None = None
+
+
+@dataclass
+class Call:
+    """
+    What takes part in one `generate` call.
+
+    Args:
+        generator: Drafts, for the rows still being decoded.
+        prompt: The target's side while the prompts are fed.
+        target: The target's side of the rounds, for the rows still being decoded.
+        outputs: What each row of the batch has produced.
+        steps: The batch as streamers and criteria see it; `None` where nobody looks at it, and for one row.
+        processors: The logits processors of each row of the batch.
+        do_sample: Whether tokens are drawn or the most likely ones.
+        chooses_at_once: Whether all tokens of a round are chosen together, or each once the one before is committed.
+        backoff: Decides, from earlier rounds, which rows draft.
+        rope: The length at which the target's rotary positions change, if they do.
+        generation_config: As `generate` prepared it.
+        rows: Batch index of each row still being decoded.
+    """
+
+    generator: DSparkCandidateGenerator
+    prompt: TargetPass
+    target: TargetPass | RowsTargetPass
+    outputs: list[Output]
+    steps: BatchSteps | None
+    processors: list[LogitsProcessorList]
+    do_sample: bool
+    chooses_at_once: bool
+    backoff: RowsBackoff | NoBackoff
+    rope: RopeLimit | None
+    generation_config: GenerationConfig
+    rows: list[int]
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the target's cache outlives the call."""
+        return bool(self.generation_config.return_dict_in_generate) or is_callers_cache(self.prompt.cache)
+
+    def begin_rounds(self) -> None:
+        """Called once the prompts are fed and each row has its first token."""
+        if len(self.outputs) > 1:
+            self.target = RowsTargetPass(self.prompt, self.keeps_cache)
+        self.drop_finished_rows()
+
+    def max_drafts(self, row: int) -> int:
+        """How many drafts are of use to a row in the coming round."""
+        output = self.outputs[row]
+        # A round adds one token of the target, so there is room for one draft fewer than for tokens.
+        longest = min(self.generator.num_draft_tokens, output.room - 1)
+        return longest if self.rope is None else min(longest, self.rope.max_drafts(output.ids.shape[1]))
+
+    def end_where_criteria_say(self) -> None:
+        """Asks the criteria that look at the whole batch."""
+        if self.steps is not None:
+            self.steps.advance()
+
+    def drop_finished_rows(self) -> None:
+        """Finished rows leave the drafter and the target and cost nothing more."""
+        places = [place for place, row in enumerate(self.rows) if not self.outputs[row].is_finished]
+        if len(self.outputs) > 1 and len(places) < len(self.rows):
+            self.generator.keep_rows(places)
+            self.target.keep_rows(places)
+        self.rows = [self.rows[place] for place in places]
+
+    def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """What plain `generate` would return. Of one row, the drafter's context is kept for a call that continues it."""
+        ids, cache = [output.ids for output in self.outputs], self.prompt.cache
+        is_known = (
+            len(ids) == 1 and ids[0].shape[1] == self.prompt.past_length + 1
+        )  # The ids are those of the whole cache.
+        if is_known and self.keeps_cache:
+            remember(cache, self.generator.drafter, ids[0][:, :-1], self.generator.context.complete(ids))
+        pad_token_id, returned = pad_token_of(self.generation_config), [output.returned for output in self.outputs]
+        return assemble(ids, returned, self.generation_config, pad_token_id, self.target.finish())
+
+
+def prepare_call(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    drafter: Any,
+    streamer: BaseStreamer | None,
+    options: DraftOptions,
+    model_kwargs: dict[str, Any],
+) -> Call:
+    """
+    Checks a call and makes its parts; nothing is computed yet.
+
+    Args: as in [`~dspark_hf.dspark_generate`].
+
+    Raises:
+        ValueError: for calls that have no exact answer here.
+    """
+    base = unwrap_drafter(drafter)
+    if base is None:
+        raise ValueError(f"drafter= must be a DSparkDrafter or Eagle3Drafter, got {type(drafter).__name__}.")
+    rope = rope_limit(model)
+    check_call(model, input_ids, generation_config, rope)
+    num_drafts, scheduler = draft_settings(
+        base, model, options.num_assistant_tokens, options.assistant_confidence_threshold, options.verify_scheduler
+    )
+    num_rows, do_sample = len(input_ids), bool(generation_config.do_sample)
+    rules = StoppingRules(stopping_criteria, generation_config)
+    processors = [processors_for_row(logits_processor, row, num_rows) for row in range(num_rows)]
+    generator = generator_of(base)(
+        base,
+        model,
+        processors,
+        do_sample=do_sample,
+        num_draft_tokens=num_drafts,
+        scheduler=scheduler,
+        want_confidence=current_recorder() is not None,
+    )
+    prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
+    is_alone = num_rows == 1
+    if rope is not None and is_alone and (attended := prompt.attended_columns(0, input_ids.shape[1])) is not None:
+        rope = rope._replace(num_padding=int((~attended).sum()))
+    outputs = [
+        Output(row, rules, Returned(generation_config), is_alone, streamer if is_alone else None)
+        for row in input_ids.split(1)
+    ]
+    steps = None
+    if not is_alone and (rules.has_others or streamer is not None):
+        steps = BatchSteps(outputs, rules, streamer, pad_token_of(generation_config))
+    return Call(
+        generator,
+        prompt,
+        prompt,
+        outputs,
+        steps,
+        processors,
+        do_sample,
+        chooses_at_once=is_rowwise(logits_processor) and not (is_alone and rules.has_others),
+        backoff=backoff_of(base, model, scheduler, num_rows, options.drafting_backoff),
+        rope=rope,
+        generation_config=generation_config,
+        rows=list(range(num_rows)),
+    )

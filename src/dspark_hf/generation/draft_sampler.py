@@ -1,0 +1,100 @@
+"""Draws drafts as the target's tokens are drawn: with the user's processors where they may run, over the drafter's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..sampling import drafting_distribution, draw
+from .logits_process import is_rowwise, names_tokens
+from .telemetry import stage
+
+
+class DraftSampler:
+    """
+    Draws the tokens of one round, slot after slot.
+
+    Args:
+        processors: Of each row, those of [`~dspark_hf.generation.logits_process.drafting_processors`].
+        input_ids: Of each row all tokens so far, `[1, L_row]`.
+        do_sample: Draw the tokens, or take the most likely ones.
+        draft_token_ids: Target ids of a reduced draft vocabulary, `[V_draft]`; `None` when it is the target's.
+        vocab_size: Size of the target's vocabulary.
+
+    Attributes:
+        last_ids (`torch.Tensor` of shape `[B]`): The token of each row before the coming slot.
+    """
+
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessorList],
+        input_ids: Sequence[torch.Tensor],
+        do_sample: bool,
+        draft_token_ids: torch.Tensor | None,
+        vocab_size: int,
+    ):
+        self.last_ids = torch.cat([ids[:, -1] for ids in input_ids])
+        self._processors = processors
+        self._are_rowwise = all(is_rowwise(own) for own in processors)
+        self._sequences = [] if self._are_rowwise else list(input_ids)
+        self._do_sample = do_sample
+        self._draft_token_ids = draft_token_ids
+        self._vocab_size = vocab_size
+        # Where the processors allow, probabilities are made over the draft vocabulary, which can be many times smaller.
+        self._is_reduced = draft_token_ids is not None and not any(names_tokens(own) for own in processors)
+        self._ids: list[torch.Tensor] = []
+        self._probs: list[torch.Tensor] = []
+
+    def draw(self, scores: torch.Tensor) -> None:
+        """
+        Draws the token of the next slot in each row.
+
+        Args:
+            scores: The drafter's scores over its vocabulary, `[B, V_draft]`.
+        """
+        if not self._is_reduced:
+            scores = self._over_full_vocabulary(scores, float("-inf"))
+        scores = self._processed(scores)
+        if self._do_sample:
+            self._probs.append(drafting_distribution(scores))
+            self.last_ids = draw(self._probs[-1])
+        else:
+            self.last_ids = scores.argmax(-1)
+        if self._is_reduced:
+            assert self._draft_token_ids is not None
+            self.last_ids = self._draft_token_ids[self.last_ids]
+        self._ids.append(self.last_ids)
+        if not self._are_rowwise:
+            pairs = zip(self._sequences, self.last_ids.view(-1, 1, 1), strict=True)
+            self._sequences = [torch.cat([ids, token], dim=1) for ids, token in pairs]
+
+    def ids(self) -> torch.Tensor:
+        """The tokens drawn, `[B, G]`."""
+        return torch.stack(self._ids, dim=1) if self._ids else self.last_ids.new_zeros(len(self.last_ids), 0)
+
+    def probs(self) -> torch.Tensor | None:
+        """The distribution each was drawn from, over the target's vocabulary, `[B, G, V]`; `None` for greedy drafts."""
+        if not self._probs:
+            return None
+        probs = torch.stack(self._probs, dim=1)
+        return self._over_full_vocabulary(probs, 0.0) if self._is_reduced else probs
+
+    def _processed(self, scores: torch.Tensor) -> torch.Tensor:
+        """`[B, V]` -> `[B, V]`, each row by its processors."""
+        if not any(self._processors):
+            return scores
+        with stage("processors"):
+            if self._are_rowwise:  # Then they are the same for all rows.
+                no_ids = torch.zeros(len(scores), 0, dtype=torch.long, device=scores.device)
+                return self._processors[0](no_ids, scores)
+            rows = zip(self._processors, self._sequences, scores.split(1), strict=True)
+            return torch.cat([processors(ids, row) for processors, ids, row in rows])
+
+    def _over_full_vocabulary(self, values: torch.Tensor, outside: float) -> torch.Tensor:
+        """`[..., V_draft]` -> `[..., V]`; tokens outside the draft vocabulary get the value `outside`."""
+        if self._draft_token_ids is None:
+            return values
+        full = values.new_full((*values.shape[:-1], self._vocab_size), outside)
+        return full.index_copy_(-1, self._draft_token_ids, values)

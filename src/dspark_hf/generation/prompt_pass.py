@@ -1,0 +1,73 @@
+"""The target's pass over the prompts, in one piece or in chunks, whatever its cache already holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..transformers_names import CACHE_KEY, TOKEN_TYPE_KEYS, prompt_mask_length
+from .requirements import refuse
+from .target_pass import TargetOutput, TargetPass
+
+
+def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetOutput]:
+    """
+    Feeds what the cache does not hold yet, in one pass or in chunks of `prefill_chunk_size`; rounds can begin afterwards.
+
+    Args:
+        target: The target's side of the call.
+        input_ids: The prompt, `[B, P]`; empty when the prompt is given as `inputs_embeds`.
+
+    Raises:
+        ValueError: when there is nothing to feed, or embeddings should be fed in chunks.
+    """
+    embeds = target.model_kwargs.get("inputs_embeds")
+    past_length, length = target.past_length, input_ids.shape[1] if embeds is None else embeds.shape[1]
+    # Columns of masks and positions count from the start of the cache, those of new-only ids from its end.
+    offset = 0 if cache_holds_prefix(target, input_ids) else past_length
+    total = offset + length
+    if past_length >= total:
+        refuse(f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from")
+    chunk_size = target.generation_config.prefill_chunk_size or length
+    if chunk_size < total - past_length and embeds is not None:
+        refuse("prefill_chunk_size does not work with inputs_embeds")
+    for start in range(past_length, total, chunk_size):
+        end = min(start + chunk_size, total)
+        kwargs = _kwargs_of_first(target, end, total)
+        ids = input_ids if embeds is not None else input_ids[:, : end - offset]
+        output = target.forward(ids, end - start, 1, kwargs, is_first_iteration=True)
+        yield output._replace(attended=target.attended_columns(start, end))
+    target.adopt_cache(output)
+    target.begin_rounds()
+
+
+def recompute_features(target: TargetPass, input_ids: torch.Tensor) -> torch.Tensor:
+    """
+    Features of a prefix that only the cache has seen, `[B, T, m * D_target]`, at the price of a pass over it.
+
+    Args:
+        target: The target's side of the call.
+        input_ids: The prefix, `[B, T]`.
+    """
+    length, total = input_ids.shape[1], prompt_mask_length(target.model_kwargs, target.generation_config)
+    kwargs = _kwargs_of_first(target, length, total or length) | {"use_cache": False, CACHE_KEY: None}
+    return target.forward(input_ids, length, 1, kwargs, is_first_iteration=True).context_features
+
+
+def cache_holds_prefix(target: TargetPass, input_ids: torch.Tensor) -> bool:
+    """Whether `input_ids` starts with the tokens in the cache; otherwise it holds new tokens only."""
+    if target.past_length == 0 or target.model_kwargs.get("inputs_embeds") is not None:
+        return True
+    return prompt_mask_length(target.model_kwargs, target.generation_config) == input_ids.shape[1]
+
+
+def _kwargs_of_first(target: TargetPass, length: int, total: int) -> dict[str, Any]:
+    """`model_kwargs` as they would be for the first `length` of `total` prompt tokens."""
+    kwargs = dict(target.model_kwargs)
+    for name in ("attention_mask", "position_ids", *TOKEN_TYPE_KEYS):
+        value = kwargs.get(name)
+        if value is not None and value.shape[-1] == total:
+            kwargs[name] = value[..., :length]
+    return kwargs

@@ -1,0 +1,130 @@
+"""What the user asked to see of a call: the scores, logits, attentions and hidden states of each token, and the final result."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import StaticLayer
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..transformers_names import CACHE_KEY
+from .target_pass import TargetOutput
+from .token_choice import TokenChoice
+
+FIELDS = ("scores", "logits", "attentions", "hidden_states")
+
+
+class Returned:
+    """
+    What one row has to show, an entry per token in each field; `None` for fields that were not asked for.
+
+    Args:
+        generation_config: Says what is wanted.
+    """
+
+    def __init__(self, generation_config: GenerationConfig):
+        def wanted(flag: bool | None) -> tuple[Any, ...] | None:
+            return () if generation_config.return_dict_in_generate and flag else None
+
+        self.scores = wanted(generation_config.output_scores)
+        self.logits = wanted(generation_config.output_logits)
+        self.attentions = wanted(generation_config.output_attentions)
+        self.hidden_states = wanted(generation_config.output_hidden_states)
+
+    def add_scores(self, choice: TokenChoice, start: int, end: int) -> None:
+        """Of the tokens at slots `start..end-1` of a round."""
+        if self.scores is not None:
+            self.scores += tuple(choice.scores_at(slot) for slot in range(start, end))
+        if self.logits is not None:
+            self.logits += tuple(choice.logits_at(slot) for slot in range(start, end))
+
+    def add_states(self, fed: TargetOutput, num_committed: int, num_slots: int) -> None:
+        """Of the first `num_committed` of `num_slots` positions of a pass: those whose logits gave the tokens."""
+        if self.hidden_states is not None:
+            states = fed.raw.hidden_states
+            if fed.is_whole:
+                self.hidden_states += (states,)
+            else:
+                self.hidden_states += tuple(
+                    tuple(state[:, slot : slot + 1] for state in states) for slot in range(num_committed)
+                )
+        if self.attentions is not None:
+            attentions = fed.raw.attentions
+            if fed.is_whole:
+                self.attentions += (attentions,)
+            else:
+                layers = list(fed.raw[CACHE_KEY].layers)[: len(attentions)]
+                self.attentions += tuple(
+                    tuple(
+                        _attention_at(slot, num_slots, weights, layer)
+                        for weights, layer in itertools.zip_longest(attentions, layers)
+                    )
+                    for slot in range(num_committed)
+                )
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keeps the entries of the first tokens."""
+        for name in FIELDS:
+            if (entries := getattr(self, name)) is not None:
+                setattr(self, name, entries[:num_tokens])
+
+
+def assemble(
+    rows: Sequence[torch.Tensor],
+    returned: Sequence[Returned],
+    generation_config: GenerationConfig,
+    pad_token_id: int,
+    cache: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """
+    What plain `generate` returns for these rows.
+
+    Where plain `generate` keeps computing scores and states for a row that has ended, which mean nothing, ours are zero.
+
+    Args:
+        rows: The tokens of each row, in the order of the batch, `[1, L_row]`.
+        returned: What each has to show.
+        generation_config: Says what to return.
+        pad_token_id: Fills rows that ended before the longest.
+        cache: The target's cache, to be returned with the rest.
+    """
+    longest = max(ids.shape[1] for ids in rows)
+    padded = [torch.nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad_token_id) for ids in rows]
+    sequences = torch.cat(padded)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    fields = {name: stacked([getattr(row, name) for row in returned]) for name in FIELDS}
+    return GenerateDecoderOnlyOutput(sequences=sequences, **fields, **{CACHE_KEY: cache})
+
+
+def stacked(rows: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    """One entry per token with the rows along the batch axis, from each row's entries; zeros for rows that ended before."""
+    if rows[0] is None or len(rows) == 1:
+        return rows[0]
+    steps: list[Any] = []
+    for present in itertools.zip_longest(*[row or () for row in rows]):
+        like = next(entry for entry in present if entry is not None)
+        if isinstance(like, tuple):  # A tensor per layer.
+            layers = range(len(like))
+            steps.append(tuple(_rows_of([None if p is None else p[i] for p in present], like[i]) for i in layers))
+        else:
+            steps.append(_rows_of(present, like))
+    return tuple(steps)
+
+
+def _rows_of(present: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros_like(like) if tensor is None else tensor for tensor in present])
+
+
+def _attention_at(slot: int, num_slots: int, weights: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Attention `[B, H, 1, T]` of one fed position over what a pass of its own would have seen."""
+    row = weights[:, :, slot : slot + 1]
+    if isinstance(layer, StaticLayer):  # All of the buffer, whatever it holds.
+        return row
+    row = row[..., : row.shape[-1] - (num_slots - 1 - slot)]  # Without the later positions of the round.
+    window = getattr(layer, "sliding_window", None)
+    return row if window is None else row[..., -window:]

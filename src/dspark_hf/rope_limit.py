@@ -1,0 +1,51 @@
+"""Targets whose rotary positions change with the length of a pass: `dynamic` and `longrope` scaling."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+
+
+class RopeLimit(NamedTuple):
+    """
+    The length up to which the rotary frequencies of a target are the original ones.
+
+    They are chosen anew in each pass by its largest position, for all of its tokens. So a draft beyond the limit would change
+    how the tokens before it are rotated, where token-by-token decoding rotates each by its own position.
+
+    Args:
+        kind: `"dynamic"` (frequencies change with every token beyond the limit) or `"longrope"` (one other set beyond it).
+        length: The limit, in tokens.
+        num_padding: Padding tokens of the row, which have no position.
+    """
+
+    kind: str
+    length: int
+    num_padding: int = 0
+
+    def max_drafts(self, num_tokens: int) -> int:
+        """
+        How many drafts may be verified without any token being rotated otherwise than in a pass of its own.
+
+        Args:
+            num_tokens: Tokens of the row so far, the anchor and padding included.
+        """
+        if self.kind == "longrope" and num_tokens - self.num_padding > self.length:
+            return sys.maxsize  # All further tokens have the frequencies of long sequences.
+        return max(0, self.length - num_tokens)
+
+
+def rope_limit(model: torch.nn.Module) -> RopeLimit | None:
+    """The limit of a target; `None` for most, whose frequencies never change."""
+    for module in model.modules():
+        kinds = vars(module).get("rope_type")
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                return RopeLimit("longrope", parameters["original_max_position_embeddings"])
+            if kind is not None and "dynamic" in kind:
+                return RopeLimit("dynamic", module.original_max_seq_len)
+    return None
