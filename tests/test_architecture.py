@@ -22,7 +22,7 @@ GROUND_FLOOR = "transformers_names"
 ALLOWED = {
     GROUND_FLOOR: set(),
     "sampling": set(),
-    "scheduling": set(),
+    "scheduling": {"storage"},
     "models": {"scheduling", "storage"},
     "generation": {"models", "sampling", "scheduling"},
     "storage": set(),

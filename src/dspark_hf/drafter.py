@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ from .heads import ConfidenceHead, SequentialHead
 from .hub import Commit, push, write_custom_generate
 from .layers import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm
 from .scheduling import ThroughputCurve
+from .storage.atomic import whole_files
+
+# The weights of a model in one file or in shards, and the index of the shards.
+WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 @dataclass
@@ -320,11 +325,7 @@ class Drafter(PreTrainedModel):
             written = export(self, save_directory, format) if is_main_process else None
         else:
             model = self.owning_embeddings() if include_embeddings else self
-            super(Drafter, model).save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-            if is_main_process:
-                self.generation_config.save_pretrained(save_directory)
-                if self.throughput_curve is not None:
-                    self.throughput_curve.save(Path(save_directory) / THROUGHPUT_CURVE_NAME)
+            model._write_files(save_directory, is_main_process, state_dict, **kwargs)
         if custom_generate and is_main_process:
             write_custom_generate(save_directory)
         if push_to_hub and is_main_process:
@@ -332,6 +333,25 @@ class Drafter(PreTrainedModel):
             hub = {"repo_id": Path(save_directory).name, "beside": save_directory} | hub
             self.push_to_hub(state_dict=state_dict, **hub, **kwargs)
         return written
+
+    def _write_files(
+        self, folder: Any, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Weights, configuration, generation settings and cost curve, in place of those of an earlier save."""
+        if not is_main_process:  # It has a part in gathering distributed weights, and writes nothing.
+            super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
+            return
+        with whole_files(folder) as part:
+            super().save_pretrained(part, is_main_process, state_dict, **kwargs)
+            self.generation_config.save_pretrained(part)
+            if self.throughput_curve is not None:
+                self.throughput_curve.save(part / THROUGHPUT_CURVE_NAME)
+            written = {file.name for file in part.iterdir()}
+        if any(map(WEIGHT_FILES.fullmatch, written)):
+            # One file would be read in place of new shards, and the index of old shards in place of one file.
+            for file in Path(folder).iterdir():
+                if WEIGHT_FILES.fullmatch(file.name) and file.name not in written:
+                    file.unlink()
 
     def push_to_hub(
         self,

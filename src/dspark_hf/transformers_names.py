@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,6 +179,23 @@ class TrainerHooks(Trainer):
 
     def model_was_saved(self, folder: str) -> None:
         """Called after the model was saved other than as a checkpoint, on the process that writes."""
+
+    def write_model(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Writes what `save_model` and a checkpoint have in common: model, tokenizer and arguments."""
+        super()._save(folder, state_dict)
+
+    def write_checkpoint(self, folder: Path, write: Callable[[], None]) -> None:
+        """Writes a whole checkpoint, which `write` does, to a folder in that of the run."""
+        write()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        self.write_model(output_dir or self.args.output_dir, state_dict)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self.write_checkpoint(folder, partial(super()._save_checkpoint, model, trial))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         self.load_checkpoint(resume_from_checkpoint, model)

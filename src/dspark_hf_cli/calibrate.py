@@ -45,6 +45,7 @@ def calibrate(
 
     from dspark_hf.evaluation import BenchSettings
     from dspark_hf.scheduling import ConfidenceRounds, fit_temperatures, plot_reliability
+    from dspark_hf.storage.atomic import write_text
 
     from .loading import load_drafter, load_target, load_tasks
     from .running import save_figure
@@ -63,7 +64,7 @@ def calibrate(
     calibration = fit_temperatures(ConfidenceRounds.from_records(rounds, num_slots), min_rounds=min_rounds)
     written = _write(drafter, calibration, output, in_place)
     document = asdict(calibration) | {"num_rounds": len(rounds), "drafter": str(written)}
-    (output / "calibration.json").write_text(json_module.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_text(output / "calibration.json", json_module.dumps(document, indent=1) + "\n")
     save_figure(lambda: plot_reliability(calibration), output / "reliability.png")
     if json:
         print(json_module.dumps(document))
@@ -108,11 +109,13 @@ def _write(drafter: str, calibration: Calibration, output: Path, in_place: bool)
     """Puts the temperatures where `from_pretrained` finds them; weights keep the number type that they have."""
     from dspark_hf.configuration_dspark import DSparkConfig
     from dspark_hf.drafter import Drafter
+    from dspark_hf.storage.atomic import whole_files
 
     if in_place:
         config = DSparkConfig.from_pretrained(drafter)
         config.confidence_temperatures = calibration.temperatures
-        config.save_pretrained(drafter)
+        with whole_files(drafter) as part:
+            config.save_pretrained(part)
         return Path(drafter)
     copy = Drafter.from_pretrained(drafter, dtype="auto")
     copy.config.confidence_temperatures = calibration.temperatures

@@ -91,15 +91,16 @@ def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: 
 
     from dspark_hf.evaluation.figures import as_png, figures_of
     from dspark_hf.evaluation.report import print_report, write_html
+    from dspark_hf.storage.atomic import write_bytes, write_text
 
-    (output / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_text(output / "results.json", json.dumps(document, indent=1) + "\n")
     pngs = {}
     try:
         pngs = {name: as_png(figure) for name, figure in ((more_figures or {}) | figures_of(document)).items()}
     except ImportError as error:
         print(f"{error} The report has no figures.", file=sys.stderr)
     for name, png in pngs.items():
-        (output / f"{name}.png").write_bytes(png)
+        write_bytes(output / f"{name}.png", png)
     write_html(document, output / "report.html", pngs)
     if as_json:
         print(json.dumps(document))
@@ -175,9 +176,10 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 def save_figure(draw: Callable[[], Any], path: Path) -> None:
     """Writes the figure that `draw` makes, or says on standard error what it takes to have one."""
     from dspark_hf.evaluation.figures import as_png
+    from dspark_hf.storage.atomic import write_bytes
 
     try:
-        path.write_bytes(as_png(draw()))
+        write_bytes(path, as_png(draw()))
     except ImportError as error:
         print(f"{error} There is no {path.name}.", file=sys.stderr)
 

@@ -50,6 +50,7 @@ def serve_bench(
         serving_document,
         throughput_figure,
     )
+    from dspark_hf.storage.atomic import write_text
 
     from .loading import load_drafter, load_target, load_tasks
     from .running import counting, save_figure
@@ -91,9 +92,9 @@ def serve_bench(
     finally:
         file.close()
     document = serving_document([load for load in file.loads.values() if load.batch in row_counts], settings, curve)
-    (output / "serving.json").write_text(json_module.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_text(output / "serving.json", json_module.dumps(document, indent=1) + "\n")
     markdown = markdown_of(document)
-    (output / "serving.md").write_text(markdown, encoding="utf-8")
+    write_text(output / "serving.md", markdown)
     save_figure(lambda: throughput_figure(document["results"]), output / "throughput.png")
     save_figure(lambda: budget_figure(document["results"]), output / "budget.png")
     print(json_module.dumps(document) if json else markdown)

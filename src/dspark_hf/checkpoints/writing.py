@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..configuration_dspark import DSparkConfig
 from ..embeddings import target_embeddings
+from ..storage.atomic import whole_files
 from . import deepspec, engine_file, engines, modelopt, speculators
 from .reading import read_checkpoint
 
@@ -129,19 +127,10 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
     drafter.check_values(drafter.config.name_or_path or type(drafter).__name__)
     check_servable(drafter.config, dst, format)
     config, tensors = translate(drafter, format)
-    dst.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".export-", dir=dst.parent))
-    try:
-        (draft / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        save_file(tensors, draft / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-        check_written(drafter, draft, format)
-        draft.chmod(0o777 & ~_umask())
-        if dst.exists():
-            dst.rmdir()
-        os.replace(draft, dst)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+    with whole_files(dst) as part:
+        (part / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(tensors, part / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        check_written(drafter, part, format)
     return report(drafter, dst, format)
 
 
@@ -328,9 +317,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -9,6 +9,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from ..storage.atomic import write_text
+
 # Column title, field of the estimates, decimals.
 COLUMNS = (
     ("tokens per pass", "acceptance_length", 2),
@@ -154,7 +156,7 @@ def write_html(document: dict[str, Any], path: Path, pngs: dict[str, bytes]) -> 
         ],
         environment=json.dumps({"settings": settings, "environment": document["environment"]}, indent=2),
     )
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def _settings_line(settings: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ..checkpoints.inspection import heads_in_words, slots_in_words
+from ..storage.atomic import write_text
 from .training_summary import TrainingSummary
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def write_card(drafter: Drafter, folder: str | PathLike[str], **kwargs: Any) -> 
     file = Path(folder) / CARD_FILE
     if file.exists() and not is_generated(file.read_text(encoding="utf-8")):
         return False
-    build_card(drafter, folder, **kwargs).save(file)
+    write_text(file, str(build_card(drafter, folder, **kwargs)))
     return True
 
 

@@ -6,6 +6,8 @@ import shutil
 from os import PathLike
 from pathlib import Path
 
+from ..storage.atomic import whole_files
+
 FOLDER = "custom_generate"
 TEMPLATE = Path(__file__).parent / "templates" / "generate.py"
 
@@ -15,7 +17,6 @@ REQUIREMENTS = "dspark-hf>=0.1.0\n"
 
 def write_custom_generate(folder: str | PathLike[str]) -> None:
     """Writes `custom_generate/generate.py` and its `requirements.txt` beside a drafter's weights."""
-    written = Path(folder) / FOLDER
-    written.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(TEMPLATE, written / "generate.py")
-    (written / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
+    with whole_files(Path(folder) / FOLDER) as part:
+        shutil.copyfile(TEMPLATE, part / "generate.py")
+        (part / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")

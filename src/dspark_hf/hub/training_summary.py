@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..storage.atomic import write_text
+
 TRAINING_FILE = "training.json"
 
 # Access tokens of the Hub, and what stands after or under the names that transformers gives them.
@@ -44,7 +46,7 @@ class TrainingSummary:
     def save(self, folder: str | PathLike[str]) -> None:
         """Writes `training.json` into the folder of the weights."""
         text = json.dumps(_without_secrets(asdict(self)), indent=2, default=str)
-        (Path(folder) / TRAINING_FILE).write_text(text + "\n", encoding="utf-8")
+        write_text(Path(folder) / TRAINING_FILE, text + "\n")
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> TrainingSummary | None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..storage.atomic import write_text
 from ..transformers_names import CACHE_KEY, attention_name
 
 DEFAULT_TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -182,7 +183,7 @@ class ThroughputCurve:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the curve, as measured, to a JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -94,17 +94,33 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def clear_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns the errors of writing `path`, safetensors' among them, into an `OSError` that says so in one sentence."""
+    """Turns the errors of writing `path` into an `OSError` that says in one sentence what could not be written and why."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        if not is_write_error(error):
+            raise
         raise OSError(f"'{path}' could not be written: {reason(error)}. What was there before is unchanged.") from error
+
+
+def is_write_error(error: Exception) -> bool:
+    """Whether writing a file failed: Python's own error, safetensors', or that of `torch.save`."""
+    return isinstance(error, (OSError, SafetensorError)) or _is_of_torch_save(error)
 
 
 def reason(error: Exception) -> str:
     """What went wrong, without number and file."""
+    if _is_of_torch_save(error):
+        return "PyTorch could not write a file to its end; the disk may be full"
     said: Any = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(said).rstrip(".")
+
+
+def _is_of_torch_save(error: Exception) -> bool:
+    # It says where it stopped, and not why.
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in ("inline_container", "iostream error")
+    )
 
 
 def _move(part: Path, folder: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..embeddings import SharedEmbeddings, target_embeddings
+from ..storage.atomic import whole_file, write_text
 from ..storage.single_writer import single_writer
 from ..transformers_names import context_features, output_hidden_states
 from .anchors import counted_drafts, draft_positions, row_generator, sample_anchors, stack_anchors
@@ -467,10 +467,10 @@ class _ShardWriter:
             for i, tensors in zip(some, self.batch([rows[i] for i in some])):
                 found[i] = tensors
             bar.update(len(some))
-        part = folder / f"{name}.part"
-        save_file({key: torch.cat([row[key] for row in found]) for key in found[0]}, part)
-        checksum = file_sha256(part)
-        os.replace(part, folder / name)
+        tensors = {key: torch.cat([row[key] for row in found]) for key in found[0]}
+        with whole_file(folder / name) as part:
+            save_file(tensors, part)
+            checksum = file_sha256(part)
         return {
             "file": name,
             "lengths": [len(row["input_ids"]) for row in found],
@@ -565,6 +565,4 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def _write_index(folder: Path, index: dict[str, Any]) -> None:
-    part = folder / f"{_INDEX}.part"
-    part.write_text(json.dumps(index))
-    os.replace(part, folder / _INDEX)
+    write_text(folder / _INDEX, json.dumps(index))

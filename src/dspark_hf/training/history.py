@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..storage.atomic import whole_file
+
 CSV_FILE = "log.csv"
 
 
@@ -49,7 +51,7 @@ def write_csv(history: list[dict[str, float]], path: Path) -> None:
     """A trainer's log history as a table; `step` and `epoch` come first."""
     names = dict.fromkeys(["step", "epoch", "hours", *(name for entry in history for name in entry)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with whole_file(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(names))
         writer.writeheader()
         writer.writerows(history)

@@ -17,7 +17,6 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_dspark import DSparkConfig
@@ -26,7 +25,9 @@ from ..conversations.rows import end_token_ids
 from ..drafter import Drafter
 from ..modeling_dspark import DSparkDrafter
 from ..number_types import floating_dtype
+from ..storage.atomic import whole_file
 from .adaptation import add_lora, warm_start
+from .checkpoints import last_checkpoint
 from .data import TrainingData, cache_index, is_cache, joined, load_source
 from .draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from .history import CsvLog, training_figure
@@ -217,17 +218,6 @@ def used_tokens(config: DSparkConfig, data: Any, end_ids: list[int]) -> torch.Te
     return select_draft_vocabulary(rows, config.vocab_size, config.draft_vocab_size, end_ids)
 
 
-def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest whole checkpoint in a run's folder. The Trainer writes its own state last."""
-    names = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    steps = {int(step): name for name in names if (step := name.name.rpartition("-")[2]).isdigit()}
-    for _, checkpoint in sorted(steps.items(), reverse=True):
-        if (checkpoint / TRAINER_STATE_NAME).exists():
-            return str(checkpoint)
-        logger.warning(f"{checkpoint} is passed over: the run was stopped while it was written.")
-    return None
-
-
 def check_same_drafter(config: DSparkConfig, checkpoint: str) -> None:
     """
     Raises:
@@ -280,6 +270,7 @@ def take_finished(trainer: DSparkTrainer, checkpoint: str | None) -> bool:
 
 def save_figure(history: list[dict[str, float]], path: Path) -> None:
     try:
-        training_figure(history).savefig(path, dpi=120)
+        with whole_file(path) as part:
+            training_figure(history).savefig(part, dpi=120, format="png")
     except ImportError as error:
         logger.warning(f"{error} There is no picture of the training curve.")

@@ -9,13 +9,15 @@ gather sharded parameters there (FSDP, DDP) see the whole computation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
@@ -24,12 +26,15 @@ from ..conversations.rows import encode_rows, end_token_ids
 from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hub import write_card
+from ..hub.card import CARD_FILE
 from ..masks import anchor_mask, anchor_mask_mod
 from ..number_types import floating_dtype
+from ..storage.atomic import is_write_error, reason, whole_file, whole_files
 from ..transformers_names import TrainerHooks, attention_name, has_own_adapter
 from .adaptation import load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
+from .checkpoints import last_checkpoint
 from .collator import FEATURE_KEYS, DSparkCollator
 from .features import CachedFeatureDataset, target_features
 from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summarize
@@ -55,7 +60,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
             rounding would be lost); `bf16=True` still computes in bfloat16.
         target (`PreTrainedModel`): The frozen target. It is neither trained nor saved; load it in bfloat16.
         args (`DSparkTrainingArguments`): Options.
-        train_dataset, eval_dataset: Conversations (see `dspark_hf.training.chat`; they are tokenized here), rows with
+        train_dataset, eval_dataset: Conversations (see `dspark_hf.conversations.rows`; they are tokenized here), rows with
             `input_ids` and `loss_mask`, or a [`CachedFeatureDataset`].
         processing_class: The target's tokenizer; needed for conversations, and saved beside the drafter.
         kwargs: As in [`~transformers.Trainer`].
@@ -322,6 +327,41 @@ class DSparkTrainer(TrainerHooks, Trainer):
             return  # An adapter keeps the training dtype, as PEFT writes it.
         saved = Drafter.from_pretrained(folder, dtype=floating_dtype(self.args.save_dtype, "save_dtype"))
         saved.save_pretrained(folder)
+
+    def write_model(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Drafter or adapter, tokenizer and arguments: all of them, or what was there before."""
+        if not self.args.should_save:
+            super().write_model(folder, state_dict)
+            return
+        with whole_files(folder) as part:
+            if (card := Path(folder) / CARD_FILE).exists():
+                shutil.copyfile(card, part / CARD_FILE)  # PEFT adds to a card that is there.
+            super().write_model(str(part), state_dict)
+
+    def write_checkpoint(self, folder: Path, write: Callable[[], None]) -> None:
+        """A checkpoint that cannot be written to its end is removed, and the last whole one named."""
+        if self.args.should_save:  # Without its state, which is written last, a checkpoint counts as unfinished.
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        try:
+            super().write_checkpoint(folder, write)
+        except Exception as error:
+            if not is_write_error(error):
+                raise
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            last = last_checkpoint(folder.parent)
+            kept = (
+                f"The last whole checkpoint is '{last}'; training resumes from it."
+                if last
+                else "There is none before it."
+            )
+            raise OSError(f"'{folder}' could not be saved and was removed: {reason(error)}. {kept}") from error
+
+    def save_state(self) -> None:
+        """Writes the Trainer's state, with the history of the run, into the output folder."""
+        if self.is_world_process_zero():
+            with whole_file(Path(self.args.output_dir) / TRAINER_STATE_NAME) as part:
+                self.state.save_to_json(str(part))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the card that a drafter's own push writes; see [`~dspark_hf.hub.write_card`]."""

@@ -1,0 +1,32 @@
+"""The checkpoints of a run: which of them are whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest whole checkpoint in the folder of a run."""
+    names = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    steps = {int(step): name for name in names if (step := name.name.rpartition("-")[2]).isdigit()}
+    for _, checkpoint in sorted(steps.items(), reverse=True):
+        if is_whole(checkpoint):
+            return str(checkpoint)
+        logger.warning(f"{checkpoint} is ignored: the run was interrupted while it was written.")
+    return None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end. The Trainer writes its state last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
