@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Place every weight that from_pretrained loads one element after a 64-byte boundary.",
     )
+    parser.addoption("--seed", type=int, default=0, help="Random seed that every test starts with.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,8 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
+def _seed(pytestconfig: pytest.Config) -> None:
+    torch.manual_seed(pytestconfig.getoption("seed"))
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
-def test_what_is_saved_comes_back_and_is_saved_the_same(fields, tmp_path: Path):
+def test_saving_and_loading_changes_nothing(fields, tmp_path: Path):
     drafter = tiny.random_drafter(tiny.qwen3(), **fields)
     drafter.save_pretrained(tmp_path / "first")
     again = DSparkDrafter.from_pretrained(tmp_path / "first")
@@ -270,7 +270,7 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path):
         DSparkDrafter.from_pretrained(tmp_path / "nowhere")
 
 
-def test_a_model_that_is_no_drafter_is_refused(tmp_path: Path):
+def test_a_model_that_is_not_a_drafter_is_refused(tmp_path: Path):
     tiny.qwen3().save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"not a DSpark drafter.*model_type='qwen3'.*Qwen3ForCausalLM.*Qwen3DSparkModel"

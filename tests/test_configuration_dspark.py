@@ -114,7 +114,7 @@ def test_fields_changed_later_are_checked_when_the_drafter_is_built():
 # ---------------------------------------------------------------------- files
 
 
-def test_what_is_saved_comes_back_and_is_saved_the_same(tmp_path):
+def test_saving_and_loading_changes_nothing(tmp_path):
     c = config(
         block_size=9,
         sample_from_anchor=False,

@@ -238,7 +238,7 @@ def test_the_card_says_what_is_known(hub: Hub, drafter, tmp_path: Path):
     assert {"training.json", "results.json", "throughput_curve.json", "curve.png"} <= hub.tree(NAME).keys()
 
 
-def test_the_card_of_a_drafter_nobody_knows_anything_of(tmp_path: Path):
+def test_the_card_of_a_drafter_without_any_records(tmp_path: Path):
     drafter = tiny.random_drafter(tiny.qwen3(), markov_rank=0, confidence_head_with_markov=False)
     drafter.config.target_name_or_path = str(tmp_path)
     card = build_card(drafter, tmp_path, repo_id="a/b")
@@ -270,7 +270,7 @@ def test_a_card_that_somebody_wrote_stays(hub: Hub, drafter, change: str):
     assert hub.tree(NAME)["README.md"].decode() == mine
 
 
-def test_a_card_that_nobody_changed_is_made_anew(hub: Hub, drafter):
+def test_an_unchanged_card_is_written_again(hub: Hub, drafter):
     drafter.push_to_hub(NAME, token=TOKEN)
     assert "## Calibration" not in card_of(hub).text
     drafter.config.confidence_temperatures = TEMPERATURES

@@ -506,7 +506,7 @@ def test_a_reduced_draft_vocabulary_takes_its_rows_of_the_targets_head():
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "gemma3"])
 @torch.no_grad()
-def test_the_perfect_drafter_has_exactly_the_law_of_its_target(name: str):
+def test_the_perfect_drafter_has_exactly_the_distribution_of_its_target(name: str):
     target = tiny.bigram(build=tiny.TARGETS[name])
     drafter = tiny.perfect_drafter(target)
     ids = tiny.prompt()["input_ids"]

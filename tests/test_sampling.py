@@ -20,12 +20,12 @@ Q = torch.tensor([0.2, 0.2, 0.2, 0.4])
 NUM_ROWS = 20_000
 
 
-def p_value(token_ids, law):
-    """Of a chi-squared test that `token_ids` were drawn from `law`; tokens of probability zero must not occur."""
-    counts = torch.bincount(token_ids, minlength=len(law)).double()
-    possible = law > 0
+def p_value(token_ids, distribution):
+    """Of a chi-squared test that `token_ids` were drawn from `distribution`; tokens of probability zero must not occur."""
+    counts = torch.bincount(token_ids, minlength=len(distribution)).double()
+    possible = distribution > 0
     assert counts[~possible].sum() == 0
-    expected = law[possible].double() / law.double().sum() * len(token_ids)
+    expected = distribution[possible].double() / distribution.double().sum() * len(token_ids)
     return stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue
 
 
@@ -51,14 +51,14 @@ def test_a_draft_passes_with_the_ratio_of_its_probabilities():
     assert stats.binomtest(accepted, NUM_ROWS, 0.4).pvalue > 1e-3
 
 
-def test_equal_laws_always_pass():
+def test_drafts_from_the_targets_distribution_always_pass():
     probs = torch.softmax(4 * torch.randn(500, 50), -1)
     assert passes(draw(probs), probs, probs).all()
 
 
 def test_residual():
     torch.testing.assert_close(residual(P, Q), torch.tensor([0.3, 0.1, 0.0, 0.0]))
-    torch.testing.assert_close(residual(P, P), P)  # Nothing is left of equal laws; a rejection there cannot happen.
+    torch.testing.assert_close(residual(P, P), P)  # Equal distributions leave nothing, and no draft is ever rejected.
     both = residual(torch.stack([P, P]), torch.stack([Q, P]))
     torch.testing.assert_close(both, torch.stack([residual(P, Q), P]))
 
@@ -84,7 +84,7 @@ def test_greedy_verification_without_drafts():
 
 
 def two_tokens(verify=verify_sampled):
-    """The first two tokens that come out of drafting two from fixed laws and verifying them, `[N, 2]`; law `P` then `P2`."""
+    """Drafts two tokens from fixed distributions and verifies them: the first two tokens of each row, `[N, 2]`."""
     drafts = draw(Q.expand(NUM_ROWS, 2, -1))
     target = torch.stack([P, P2, P2]).expand(NUM_ROWS, -1, -1)
     num_accepted, follow = verify(drafts, Q.expand(NUM_ROWS, 2, -1), target)
@@ -99,7 +99,7 @@ JOINT = (P[:, None] * P2).flatten()
 
 
 @pytest.mark.statistical
-def test_verified_tokens_have_the_law_of_the_target():
+def test_verified_tokens_follow_the_targets_distribution():
     tokens = two_tokens()
     assert p_value(tokens[:, 0] * 4 + tokens[:, 1], JOINT) > 1e-3
 
@@ -117,9 +117,14 @@ def always_passes(draft_ids, draft_probs, target_probs):
         ("residual", lambda p, q: p),
         ("residual", lambda p, q: (p - q).abs()),
     ],
-    ids=["all drafts pass", "a law that the draft was not drawn from", "q is not taken away", "q is taken away twice"],
+    ids=[
+        "all drafts pass",
+        "a distribution that the draft was not drawn from",
+        "q is not taken away",
+        "q is taken away twice",
+    ],
 )
-def test_the_test_sees_a_wrong_sampler(monkeypatch, name, wrong):
+def test_a_wrong_sampler_fails_the_same_test(monkeypatch, name, wrong):
     monkeypatch.setattr(sampling, name, wrong)
     tokens = two_tokens()
     impossible = (JOINT[tokens[:, 0] * 4 + tokens[:, 1]] == 0).any()
@@ -137,7 +142,7 @@ INF = float("inf")
 
 
 @pytest.mark.parametrize(
-    ("scores", "law"),
+    ("scores", "distribution"),
     [
         ([0.0, 0.0, -INF, -INF], [0.5, 0.5, 0.0, 0.0]),
         ([0.0, float("nan"), -INF, 0.0], [0.5, 0.0, 0.0, 0.5]),
@@ -155,8 +160,8 @@ INF = float("inf")
         "one is left",
     ],
 )
-def test_drafting_distribution_is_a_law_whatever_the_scores(scores, law):
+def test_the_drafting_distribution_sums_to_one_whatever_the_scores(scores, distribution):
     usual = torch.tensor([1.0, 2.0, -INF, 0.0])
     both = drafting_distribution(torch.tensor([scores, usual.tolist()]))
-    torch.testing.assert_close(both[0], torch.tensor(law))
+    torch.testing.assert_close(both[0], torch.tensor(distribution))
     torch.testing.assert_close(both[1], usual.softmax(-1))

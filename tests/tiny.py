@@ -127,7 +127,7 @@ def qwen3_5(seed: int = 0, **fields: Any) -> PreTrainedModel:
 
 
 def bigram(seed: int = 0, build: Callable[..., PreTrainedModel] = qwen3, **fields: Any) -> PreTrainedModel:
-    """A target whose every layer adds nothing, so that its law depends on the last token alone."""
+    """A target whose every layer adds nothing, so that its distribution depends on the last token alone."""
     target = build(seed, **fields)
     for name, weight in target.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -150,7 +150,7 @@ HYBRID_TARGETS = ("qwen3_5",)
 
 
 def transition_logits(target: PreTrainedModel) -> torch.Tensor:
-    """The law of a [`bigram`] target in closed form: logits `[V, V]` of the next token, a row for each last token."""
+    """The distribution of a [`bigram`] target in closed form: logits `[V, V]` of the next token, one row per last token."""
     logits = target.get_output_embeddings()(_bigram_states(target))
     cap = getattr(target.config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -190,7 +190,7 @@ def random_drafter(target: PreTrainedModel, seed: int = 0, **fields: Any) -> DSp
 
 def perfect_drafter(target: PreTrainedModel, block_size: int = BLOCK_SIZE, **fields: Any) -> DSparkDrafter:
     """
-    A drafter whose law is exactly the target's, by construction: the sequential head IS the [`bigram`] target.
+    A drafter whose distribution is exactly the target's, by construction: the sequential head IS the [`bigram`] target.
 
     The final norm's weight is 0, so the base logits are 0; `W1[v]` is the target's last hidden state after token `v`
     and `W2` its LM head. A confidence head says .99 everywhere.
@@ -223,7 +223,7 @@ def eagle3_drafter(target: PreTrainedModel, seed: int = 0, **fields: Any) -> Eag
 
 def perfect_eagle3_drafter(target: PreTrainedModel, **fields: Any) -> Eagle3Drafter:
     """
-    An EAGLE-3 drafter whose law is exactly that of a [`bigram`] target.
+    An EAGLE-3 drafter whose distribution is exactly that of a [`bigram`] target.
 
     Its attention sees nothing but its own step (queries and keys are one constant, so that their score has a sharp peak
     at distance 0), and the value there is the token's normed embedding less the normed state: that takes the old state off

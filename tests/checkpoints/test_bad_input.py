@@ -302,13 +302,13 @@ def test_the_same_files_load_undamaged(folder: Path, reduced: Path):
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "../" * 40 + "nowhere", "not a repository/at all/three", "ünïcödé"])
-def test_a_path_that_is_none_is_refused(path: str):
+def test_a_missing_path_is_refused(path: str):
     with pytest.raises((OSError, ValueError)):
         DSparkDrafter.from_pretrained(path)
 
 
 @pytest.mark.parametrize("kind", ["empty file", "absurd number of layers", "layer ids out of order"])
-def test_inspection_refuses_damage_alike(folder: Path, kind: str):
+def test_inspection_refuses_the_same_damage(folder: Path, kind: str):
     damage, error, message = DAMAGE[kind]
     damage(folder)
     with pytest.raises(error, match=message):

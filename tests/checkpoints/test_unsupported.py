@@ -51,7 +51,7 @@ def unsupported(folder: Path, fields, tensors) -> Path:
 
 
 @pytest.mark.parametrize(("fields", "tensors", "name", "needs"), KINDS.values(), ids=KINDS)
-def test_it_is_named_and_what_it_needs_is_said(fields, tensors, name: str, needs: str, tmp_path: Path):
+def test_it_is_named_with_what_it_needs(fields, tensors, name: str, needs: str, tmp_path: Path):
     folder = unsupported(tmp_path, fields, tensors)
     with pytest.raises(ValueError, match=f"{name}.* drafter, which is not loaded here.*{needs}"):
         DSparkDrafter.from_pretrained(folder)

@@ -128,7 +128,7 @@ def test_a_long_answer_scrolls_and_stands_there_once():
     assert finished[:-1] == wanted
 
 
-def test_a_line_higher_than_the_screen_is_whole_in_the_end():
+def test_a_line_longer_than_the_screen_is_complete_at_the_end():
     text = " ".join(f"word{i}" for i in range(200))
     growing, finished = shown(text, columns=30, rows=6)
     assert "word199" in growing[-2]

@@ -103,7 +103,7 @@ def test_other_settings_are_an_error_that_names_them(folders, prompts, tmp_path)
 @pytest.mark.parametrize(
     ("gap", "wrong"), [(None, 1), (0.1, 1), (-0.1, 1), (1e-5, 0)], ids=["ends early", "large", "negative", "tie"]
 )
-def test_a_tie_is_no_wrong_answer(gap, wrong):
+def test_a_tie_is_not_a_wrong_answer(gap, wrong):
     assert wrong_answers({"dspark": {"differences": [{"gap": gap}]}}, 1e-3) == wrong
 
 
@@ -200,7 +200,7 @@ def test_every_option_has_its_help(command):
     assert result.exit_code == 0 and COMMANDS[command].help.splitlines()[0][:40] in result.output
 
 
-def test_an_option_is_spelt_alike_in_every_command():
+def test_an_option_has_one_spelling_in_every_command():
     spellings = {}
     for command in COMMANDS.values():
         for parameter in command.params:

@@ -72,7 +72,7 @@ def log(folder: Path) -> list[dict]:
 # ---------------------------------------------------------------------- regenerate
 
 
-def test_regenerate_goes_on_where_it_stopped(folders, responses):
+def test_regenerate_resumes(folders, responses):
     before = responses.read_bytes()
     prompts = responses.with_name("prompts.jsonl")
     result = invoke(
@@ -118,7 +118,7 @@ def test_amounts(number, text):
 # ---------------------------------------------------------------------- train
 
 
-def test_training_leaves_everything_behind_and_goes_on(folders, responses, tmp_path):
+def test_training_writes_all_files_and_resumes(folders, responses, tmp_path):
     output = tmp_path / "run"
     options = ("--max_steps", 4, "--save_steps", 2, "--draft_vocab_size", 60)
     result = train(folders, responses, output, *options)
@@ -236,7 +236,7 @@ def test_a_damaged_cache_is_not_trained_on(harm, folders, responses, tmp_path):
     assert "is damaged: shard-00000.safetensors" in str(result.exception)
 
 
-def test_nothing_held_out_is_said(folders, responses, tmp_path, caplog):
+def test_holding_nothing_out_is_reported(folders, responses, tmp_path, caplog):
     options = ("--max_steps", 1, "--held_out", 1e-9, "--save_strategy", "no")
     with caplog.at_level("WARNING", logger="dspark_hf"):
         assert train(folders, responses, tmp_path / "run", *options).exit_code == 0
@@ -320,7 +320,7 @@ def test_values_of_a_file_are_checked_as_those_of_the_command_line(tmp_path):
         ("save_dtype: bogus", "save_dtype is 'bogus'"),
     ],
 )
-def test_files_that_cannot_be_meant_are_refused(text, message, tmp_path):
+def test_files_that_are_not_option_files_are_refused(text, message, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
     options = ["--target", "T", "--data", "a", "--output_dir", str(tmp_path), "--use_cpu"]
     with pytest.raises(ValueError, match=message):

@@ -28,7 +28,7 @@ def test_the_second_turn_is_the_first_and_what_the_template_adds(tokenizer, ends
     assert second[0, : first.shape[1]].tolist() == first[0].tolist()
 
 
-def test_an_answer_is_never_split_anew(tokenizer):
+def test_an_answer_is_never_tokenized_again(tokenizer):
     """Ids that no text gives back, such as a letter after padding, stay as they are."""
     conversation = Conversation(tokenizer)
     first = conversation.ask("Hi")

@@ -14,7 +14,7 @@ PROMPT_LENGTH, NEW_TOKENS = 9, 24
 
 
 def blurred_drafter(target, **fields):
-    """Sometimes right: the law of a perfect drafter, with noise."""
+    """Sometimes right: the distribution of a perfect drafter, with noise."""
     drafter = tiny.perfect_drafter(target, **fields)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -76,11 +76,11 @@ def test_sampled_answers_take_the_expected_rounds():
 
 
 @pytest.mark.statistical
-def test_the_wrong_law_is_noticed():
+def test_a_wrong_distribution_is_noticed():
     assert surprise(temperature=1.3) > 5
 
 
-def test_a_perfect_drafter_passes_everywhere():
+def test_a_perfect_drafter_is_accepted_everywhere():
     target = tiny.bigram()
     drafter = tiny.perfect_drafter(target)
     rows, _ = decoded(target, drafter, do_sample=True, top_k=0, num_return_sequences=4)

@@ -68,7 +68,7 @@ def test_the_table_says_what_the_document_says(document):
     assert rows[0][8] == "-"  # Plain decoding drafts nothing.
 
 
-def test_differences_are_told_with_their_gap(document):
+def test_differences_are_reported_with_their_gap(document):
     lines = identity_lines(document)
     assert lines[0] == "dspark: 1 of 2 greedy answers equal those of plain generate."
     assert "token 7" in lines[1] and "2.00e-06" in lines[1]

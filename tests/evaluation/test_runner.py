@@ -67,7 +67,7 @@ def test_methods_side_by_side(target, tokenizer, tmp_path):
     assert document["identity"]["random"] == {"checked": 3, "different": 0, "differences": []}
 
 
-def test_a_killed_run_goes_on_where_it_was(target, tokenizer, tmp_path):
+def test_a_killed_run_resumes(target, tokenizer, tmp_path):
     methods = [plain_method(), dspark_method(tiny.perfect_drafter(target))]
 
     def killed(progress):

@@ -95,7 +95,7 @@ def test_one_prompt_has_no_interval():
     assert estimate.value == 1.5 and math.isnan(estimate.low)
 
 
-def test_nothing_measured_is_no_number():
+def test_nothing_measured_gives_nan():
     assert math.isnan(ratio_of_sums(np.zeros(0), np.zeros(0)).value)
 
 
@@ -134,7 +134,7 @@ def test_a_threshold_is_replayed():
     assert [p.rate for p in points[:3]] == [5 / 8, 3 / 4, 1] and math.isnan(points[3].rate)
 
 
-def test_a_prefix_ends_at_the_first_doubt():
+def test_a_prefix_ends_before_the_first_slot_below_the_threshold():
     assert confident_prefix([0.9, 0.2, 0.9], 0.5) == 1
     assert confident_prefix([0.9, 0.2], 0.0) == 2
 

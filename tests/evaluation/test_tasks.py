@@ -63,7 +63,7 @@ def test_lines_without_a_prompt_are_named(tmp_path, line):
         load_task(str(path))
 
 
-def test_an_unknown_task_is_answered_with_those_there_are():
+def test_an_unknown_task_names_the_known_ones():
     with pytest.raises(ValueError, match="arena-hard"):
         load_task("gsm9k")
 

@@ -1,4 +1,4 @@
-"""Drafting pauses while it does not pay: fewer drafts, the same output, the same law."""
+"""Drafting pauses while it does not pay: fewer drafts, the same output, the same distribution."""
 
 import pytest
 import scipy.stats
@@ -11,7 +11,7 @@ from generation.test_losslessness import (
     bigram_target,
     chain_p_value,
     random_drafter,
-    transition_law,
+    transition_distribution,
 )
 from generation.test_rows import ScriptedRows
 from transformers import DynamicCache
@@ -38,7 +38,7 @@ def as_plain(target, inputs=None, **settings):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3], ids=["one row", "three rows"])
-def test_a_hopeless_drafter_is_hardly_used_and_changes_nothing(num_rows):
+def test_a_useless_drafter_is_rarely_used_and_does_not_change_the_output(num_rows):
     target = rig.target()
     inputs = tiny.left_padded(*(tiny.prompt(5 + row, seed=row) for row in range(num_rows)))
     output, stats = generate(target, tiny.random_drafter(target), inputs, do_sample=False)
@@ -48,7 +48,7 @@ def test_a_hopeless_drafter_is_hardly_used_and_changes_nothing(num_rows):
     assert all(r.drafted == r.verified == r.accepted == 0 and r.committed == 1 for r in stats.rounds if r.skipped)
 
 
-def test_a_drafter_that_pays_is_used_in_every_round():
+def test_a_useful_drafter_drafts_in_every_round():
     target = rig.target()
     plain = as_plain(target)
     drafter = rig.drafter_of("accepting", target, plain[0].tolist())
@@ -65,7 +65,7 @@ class Useless(rig.ScriptedDrafter):
         return right if not 20 <= position < 40 else (right + 1) % self.config.vocab_size
 
 
-def test_drafting_comes_back_with_all_context_known():
+def test_drafting_resumes_with_the_whole_context():
     """After a pause the drafter's context is what it would have been without one."""
     target = rig.target()
     plain = as_plain(target)
@@ -79,7 +79,7 @@ def test_drafting_comes_back_with_all_context_known():
 
 
 @pytest.mark.parametrize("max_pending", [5, 256], ids=["projected in between", "projected at the end"])
-def test_the_draft_cache_after_pauses_is_the_one_without(monkeypatch, max_pending):
+def test_pauses_do_not_change_the_draft_cache(monkeypatch, max_pending):
     target, drafter = rig.target(), tiny.random_drafter(rig.target())
     monkeypatch.setattr("dspark_hf.generation.draft_context._MAX_PENDING", max_pending)
     caches = {}
@@ -95,7 +95,7 @@ def test_the_draft_cache_after_pauses_is_the_one_without(monkeypatch, max_pendin
     torch.testing.assert_close(with_pauses._keys[0][:, :, :length], without._keys[0][:, :, :length])
 
 
-def test_a_row_that_wastes_drafts_stops_and_its_neighbour_goes_on():
+def test_a_row_whose_drafts_are_rejected_pauses_and_its_neighbour_continues():
     target = rig.target()
     inputs = tiny.left_padded(tiny.prompt(6, seed=1), tiny.prompt(9, seed=2))
     plain = as_plain(target, inputs)
@@ -113,7 +113,7 @@ def test_a_row_that_wastes_drafts_stops_and_its_neighbour_goes_on():
 # ---------------------------------------------------------------------- switched on and off
 
 
-def test_the_switch(monkeypatch):
+def test_back_off_can_be_switched_off(monkeypatch):
     target, drafter = rig.target(), tiny.random_drafter(rig.target())
     assert not any(r.skipped for r in generate(target, drafter, do_sample=False, drafting_backoff=False)[1].rounds)
     drafter.generation_config.drafting_backoff = False
@@ -121,14 +121,14 @@ def test_the_switch(monkeypatch):
     assert any(r.skipped for r in generate(target, drafter, do_sample=False, drafting_backoff=True)[1].rounds)
 
 
-def test_the_switch_is_saved_with_the_drafter(tmp_path):
+def test_the_setting_of_back_off_is_saved_with_the_drafter(tmp_path):
     drafter = tiny.random_drafter(rig.target())
     drafter.generation_config.drafting_backoff = False
     drafter.save_pretrained(tmp_path)
     assert type(drafter).from_pretrained(tmp_path).generation_config.drafting_backoff is False
 
 
-def test_one_seed_one_output():
+def test_the_same_seed_gives_the_same_output():
     """Pauses do not depend on a clock."""
     target, drafter = rig.target(), tiny.random_drafter(rig.target())
     outputs = []
@@ -138,7 +138,7 @@ def test_one_seed_one_output():
     assert torch.equal(*outputs)
 
 
-# ---------------------------------------------------------------------- the law
+# ---------------------------------------------------------------------- the distribution
 
 IDS = ["a flattened drafter", "a random drafter"]
 
@@ -151,35 +151,35 @@ def chains(target, drafter, num_rows, num_tokens):
     return output[:, 2:].tolist(), stats
 
 
-def pooled_p_value(rows, law):
-    counts = torch.zeros_like(law)
+def pooled_p_value(rows, distribution):
+    counts = torch.zeros_like(distribution)
     for row in rows:
         for pair in zip(row, row[1:]):
             counts[pair] += 1
-    expected = law * counts.sum(1, keepdim=True)
+    expected = distribution * counts.sum(1, keepdim=True)
     statistic = float(((counts - expected) ** 2 / expected).sum())
-    return scipy.stats.chi2.sf(statistic, law.numel() - len(law))
+    return scipy.stats.chi2.sf(statistic, distribution.numel() - len(distribution))
 
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("make", [bent_drafter, random_drafter], ids=IDS)
-def test_the_law_of_several_rows_that_pause(make):
+def test_the_distribution_of_several_rows_that_pause(make):
     target = bigram_target()
     rows, stats = chains(target, make(target), num_rows=6, num_tokens=150)
     assert {r.skipped for r in stats.rounds} == {True, False}
-    assert pooled_p_value(rows, transition_law(target, {"temperature": 0.7}, order=1)) > PASS
+    assert pooled_p_value(rows, transition_distribution(target, {"temperature": 0.7}, order=1)) > PASS
 
 
 @pytest.mark.statistical
-def test_the_law_of_one_row_that_pauses():
+def test_the_distribution_of_one_row_that_pauses():
     target = bigram_target()
     (row,), stats = chains(target, random_drafter(target), num_rows=1, num_tokens=800)
     assert {r.skipped for r in stats.rounds} == {True, False}
-    assert chain_p_value(row, transition_law(target, {"temperature": 0.7}, order=1)) > PASS
+    assert chain_p_value(row, transition_distribution(target, {"temperature": 0.7}, order=1)) > PASS
 
 
 @pytest.mark.statistical
-def test_a_pause_that_looks_at_the_drafts_breaks_the_law(monkeypatch):
+def test_a_pause_that_looks_at_the_drafts_changes_the_distribution(monkeypatch):
     """The negative control: whether a round drafts is decided by what it has drafted."""
     draft = DSparkCandidateGenerator.draft
 
@@ -193,4 +193,4 @@ def test_a_pause_that_looks_at_the_drafts_breaks_the_law(monkeypatch):
     target = bigram_target()
     monkeypatch.setattr(RowsBackoff, "wants_drafts", lambda self, rows: [True] * len(rows))
     rows, _ = chains(target, bent_drafter(target), num_rows=6, num_tokens=300)
-    assert pooled_p_value(rows, transition_law(target, {"temperature": 0.7}, order=1)) < FAIL
+    assert pooled_p_value(rows, transition_distribution(target, {"temperature": 0.7}, order=1)) < FAIL

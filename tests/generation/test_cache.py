@@ -250,7 +250,7 @@ def test_only_the_tokens_of_a_round_are_recorded():
     assert cache.layers[0].keys.shape[2] == window
 
 
-def test_nothing_to_go_on_from_is_said():
+def test_a_prompt_that_the_cache_already_holds_is_refused():
     target = rig.target()
     talk = Conversation(target)
     for length in (18, 10):
@@ -390,7 +390,7 @@ def test_chunks_of_a_second_turn():
         assert rig.ids_of(said) == expected
 
 
-def test_acceptance_after_a_second_turn_is_no_worse():
+def test_acceptance_does_not_fall_in_a_second_turn():
     target = tiny.bigram(num_hidden_layers=2)
     drafter = tiny.perfect_drafter(target)
     for new_only in (False, True):

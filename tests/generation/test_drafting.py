@@ -89,7 +89,7 @@ def test_the_draft_cache_holds_the_committed_tokens_and_nothing_else(contexts):
         assert len(context.held) > 2
 
 
-def test_padding_is_no_context(contexts):
+def test_padding_is_not_context(contexts):
     padded = tiny.left_padded(tiny.prompt(9), tiny.prompt(4, seed=1))
     rig.compare(rig.target(), {name: value[1:] for name, value in padded.items()})
     for context in contexts:
@@ -160,7 +160,7 @@ def test_more_drafts_than_a_block_gives_are_refused(num_drafts):
     assert f"num_assistant_tokens={num_drafts}" in message and f"at most {rig.BLOCK_SIZE}" in message
 
 
-def test_a_silent_anchor_slot_counts():
+def test_an_anchor_slot_that_predicts_nothing_counts():
     target = rig.target()
     drafter = tiny.random_drafter(target, sample_from_anchor=False)
     assert f"at most {rig.BLOCK_SIZE - 1}" in rig.refusing(target, drafter=drafter, num_assistant_tokens=rig.BLOCK_SIZE)
@@ -183,7 +183,7 @@ def with_confidence(target, seed=0):
     return drafter
 
 
-def test_thresholds_verify_ever_fewer_tokens_and_never_change_the_output():
+def test_higher_thresholds_verify_fewer_tokens_and_never_change_the_output():
     target = tiny.qwen3(num_hidden_layers=2)
     plain = target.generate(**tiny.prompt(), max_new_tokens=40, **GREEDY)
     lengths = fed_lengths(target)
@@ -311,7 +311,7 @@ def test_a_reduced_vocabulary_is_exact(own_head, settings):
         assert torch.equal(drafted, plain)
 
 
-def test_a_perfect_drafter_of_a_reduced_vocabulary_is_accepted_where_it_can_speak():
+def test_a_perfect_drafter_of_a_reduced_vocabulary_is_accepted_within_it():
     target = tiny.bigram(num_hidden_layers=2)
     plain = target.generate(**tiny.prompt(), max_new_tokens=25, **GREEDY)
     said = sorted(set(rig.ids_of(plain)[9:]))
@@ -329,7 +329,7 @@ def test_a_perfect_drafter_of_a_reduced_vocabulary_is_accepted_where_it_can_spea
     assert stats.acceptance_rate == 1.0
 
 
-def test_the_drafting_law_is_zero_outside_a_reduced_vocabulary():
+def test_the_drafting_distribution_is_zero_outside_a_reduced_vocabulary():
     target, token_ids = rig.target(), [7, 3, 90]
     generator = DSparkCandidateGenerator(reduced(target, token_ids), target, do_sample=True)
     generator.context.add(torch.randn(1, 5, tiny.HIDDEN_SIZE), [5])

@@ -76,7 +76,7 @@ def test_a_perfect_drafter_is_accepted_at_every_slot(do_sample, fields):
     assert stats.acceptance_rate > (0.95 if do_sample and fields else 0.999)
 
 
-def test_rows_are_what_they_are_alone():
+def test_each_row_drafts_what_it_drafts_alone():
     target, drafter = rig.target(), tiny.eagle3_drafter(rig.target())
     prompts = [tiny.prompt(5, 1), tiny.prompt(9, 2), tiny.prompt(3, 3)]
     drafts = []
@@ -113,7 +113,7 @@ def context_of(drafter, target, ids) -> DraftCache:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["rejecting EAGLE-3", "patterned EAGLE-3"])
-def test_the_context_that_rounds_leave_is_that_of_the_whole_text(kind, monkeypatch):
+def test_the_context_after_all_rounds_is_that_of_the_whole_text(kind, monkeypatch):
     """Whatever was drafted and taken back, and in however many rounds: also what a next turn starts from."""
     target, left = rig.target(), {}
     script = target.generate(**tiny.prompt(), max_new_tokens=20, do_sample=False)[0].tolist()
@@ -176,7 +176,7 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("runs", ["runs", "stop_token_runs", "max_length_runs"])
-def test_the_reference_s_drafts_round_for_round(runs, shared, monkeypatch):
+def test_drafts_equal_those_of_the_reference_in_every_round(runs, shared, monkeypatch):
     """
     The reference ends a proposal at a stop token that it drafted, which ours does not, since nothing after it is ever
     committed; and it runs a round after the output is complete.

@@ -136,12 +136,12 @@ def test_an_end_of_sequence_criterion_of_the_user():
     assert rig.ids_of(outcome.plain) == cut_after_first(eos)
 
 
-def test_no_time_is_time_for_one_token():
+def test_a_time_limit_of_zero_gives_one_token():
     outcome = rig.compare(rig.target(), max_time=0.0)
     assert len(rig.ids_of(outcome.plain)) == PROMPT + 1
 
 
-def test_time_enough():
+def test_a_time_limit_that_is_not_reached():
     outcome = rig.compare(rig.target(), max_time=3600.0)
     assert len(rig.ids_of(outcome.plain)) == PROMPT + rig.NEW_TOKENS
 

@@ -116,7 +116,7 @@ def test_the_mask_token_survives_where_the_target_says_it():
     assert tiny.MASK_ID in rig.ids_of(outcome.plain)[9:]
 
 
-def test_two_equal_calls_are_equal_in_all_they_do():
+def test_equal_calls_draft_verify_and_accept_the_same():
     target, drafter = rig.target(), tiny.random_drafter(rig.target(), num_hidden_layers=1)
     before = drafter.generation_config.to_dict()
     counts, confidences = [], []

@@ -1,9 +1,10 @@
 """
-Sampling with a drafter has the law of sampling without, whatever the drafter, the warpers and the threshold.
+Sampling with a drafter follows the same distribution as sampling without one, for every drafter, warper and threshold.
 
-Two rigs with small vocabularies: the joint law of the first tokens after a prompt, against the exact law (every prefix is
-fed to the target, and its logits are processed and multiplied out); and one long run of a target that sees its last one or
-two tokens only, against its transition law. Beside each stand wrong samplers that the same test must catch.
+There are two experiments with small vocabularies. One compares the first tokens after a prompt with their exact joint
+distribution, computed by feeding every prefix to the target and multiplying the probabilities. The other compares the
+transitions of one long run, of a target that sees only its last one or two tokens, with their exact probabilities. Wrong
+samplers must fail both.
 """
 
 import functools
@@ -78,7 +79,7 @@ class SequentialHeadOnly(DSparkDrafter):
 
 
 def bent_drafter(target, scale=0.5):
-    """Drafts from the target's law of a token given the one before, flattened: long runs pass, others do not. 1 is perfect."""
+    """Drafts from the target's distribution given the token before, flattened by `scale`; a scale of 1 is perfect."""
     vocab_size = target.config.vocab_size
     template = random_drafter(target, markov_rank=vocab_size)
     drafter = SequentialHeadOnly(template.config).eval()
@@ -113,20 +114,20 @@ def processors_of(target, settings):
     return target._get_logits_processor(config, input_ids_seq_length=PROMPT.shape[1])
 
 
-# ---------------------------------------------------------------------- the joint law of the first tokens
+# ---------------------------------------------------------------------- the joint distribution of the first tokens
 
 
-def joint_law(target, settings, num_tokens=3):
-    """The exact law of the next `num_tokens` tokens after the prompt, `[V ** num_tokens]`."""
+def joint_distribution(target, settings, num_tokens=3):
+    """The exact distribution of the next `num_tokens` tokens after the prompt, `[V ** num_tokens]`."""
     processors = processors_of(target, settings)
-    law = torch.ones(1, dtype=torch.double)
+    distribution = torch.ones(1, dtype=torch.double)
     for length in range(num_tokens):
         continuations = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=length)), dtype=torch.long)
         continuations = continuations.view(VOCAB_SIZE**length, length)
         ids = torch.cat([PROMPT.expand(len(continuations), -1), continuations], dim=1)
         scores = processors(ids, target(ids).logits[:, -1].float())
-        law = (law[:, None] * scores.double().softmax(-1)).flatten()
-    return law
+        distribution = (distribution[:, None] * scores.double().softmax(-1)).flatten()
+    return distribution
 
 
 def first_tokens(target, drafter, settings, num_samples, num_tokens=3):
@@ -142,12 +143,12 @@ def first_tokens(target, drafter, settings, num_samples, num_tokens=3):
     return [int((target.generate(**call)[0, PROMPT.shape[1] :] * weights).sum()) for _ in range(num_samples)]
 
 
-def p_value(cells, law):
+def p_value(cells, distribution):
     """Of a chi-squared test; cells that are hardly ever expected are put together. 0 where the impossible occurred."""
-    counts = torch.bincount(torch.tensor(cells), minlength=len(law)).double()
-    if counts[law == 0].sum():
+    counts = torch.bincount(torch.tensor(cells), minlength=len(distribution)).double()
+    if counts[distribution == 0].sum():
         return 0.0
-    expected = law * len(cells)
+    expected = distribution * len(cells)
     order = expected.argsort(descending=True)
     counts, expected = counts[order], expected[order]
     num_large = int((expected >= 5).sum())
@@ -167,11 +168,11 @@ def name_of(value):
     return ", ".join(k if k == "stopping_criteria" else f"{k} {v}" for k, v in value.items()) or "unwarped"
 
 
-def check_joint_law(drafter, settings, num_samples):
+def check_joint_distribution(drafter, settings, num_samples):
     target = full_target()
     warpers = {k: v for k, v in settings.items() if k != "assistant_confidence_threshold"}
     cells = first_tokens(target, DRAFTERS[drafter](target), settings, num_samples)
-    assert p_value(cells, joint_law(target, warpers)) > PASS
+    assert p_value(cells, joint_distribution(target, warpers)) > PASS
 
 
 JOINT = [
@@ -188,17 +189,17 @@ MORE_JOINT = [
 
 
 @pytest.mark.parametrize(("drafter", "settings"), JOINT, ids=name_of)
-def test_joint_law_of_the_first_three_tokens(drafter, settings):
-    check_joint_law(drafter, settings, num_samples=300)
+def test_joint_distribution_of_the_first_three_tokens(drafter, settings):
+    check_joint_distribution(drafter, settings, num_samples=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "settings"), JOINT + MORE_JOINT, ids=name_of)
-def test_joint_law_with_many_samples(drafter, settings):
-    check_joint_law(drafter, settings, num_samples=3000)
+def test_joint_distribution_with_many_samples(drafter, settings):
+    check_joint_distribution(drafter, settings, num_samples=3000)
 
 
-def test_the_exact_law_is_that_of_plain_sampling():
+def test_the_exact_distribution_is_that_of_plain_sampling():
     """The reference itself: plain `generate`, many rows at once."""
     target, settings = full_target(), {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.4}
     output = target.generate(
@@ -209,33 +210,34 @@ def test_the_exact_law_is_that_of_plain_sampling():
         **settings,
     )
     cells = (output[:, 3:] * torch.tensor([36, 6, 1])).sum(1).tolist()
-    assert p_value(cells, joint_law(target, settings)) > PASS
-    assert p_value(cells, joint_law(target, settings | {"temperature": 0.6})) < FAIL
+    assert p_value(cells, joint_distribution(target, settings)) > PASS
+    assert p_value(cells, joint_distribution(target, settings | {"temperature": 0.6})) < FAIL
 
 
 # ---------------------------------------------------------------------- a long run
 
 
-def transition_law(target, settings, order):
-    """The exact law of the next token after each `order` tokens, `[V, ..., V]`."""
+def transition_distribution(target, settings, order):
+    """The exact distribution of the next token after each `order` tokens, `[V, ..., V]`."""
     vocab_size = target.config.vocab_size
     contexts = torch.tensor(list(itertools.product(range(vocab_size), repeat=order)))
     scores = processors_of(target, settings)(contexts, target(contexts).logits[:, -1].float())
     return scores.double().softmax(-1).view([vocab_size] * (order + 1))
 
 
-def chain_p_value(token_ids, law):
+def chain_p_value(token_ids, distribution):
     """
-    Of a chi-squared test of a chain's transitions: after each context that occurs often, the next token has its law. Given
-    how often each occurs, the sum is asymptotically chi-squared with a degree of freedom a possible token less one.
+    Of a chi-squared test of a chain's transitions: the distribution of the next token after each context that occurs often.
+    Given how often each occurs, the sum is asymptotically chi-squared; each context has one degree of freedom fewer than
+    possible tokens.
     """
-    counts = torch.zeros_like(law)
-    for window in zip(*(token_ids[i:] for i in range(law.dim())), strict=False):
+    counts = torch.zeros_like(distribution)
+    for window in zip(*(token_ids[i:] for i in range(distribution.dim())), strict=False):
         counts[window] += 1
-    if counts[law == 0].sum():
+    if counts[distribution == 0].sum():
         return 0.0
     statistic, freedom = 0.0, 0
-    for seen, probs in zip(counts.flatten(0, -2), law.flatten(0, -2), strict=True):
+    for seen, probs in zip(counts.flatten(0, -2), distribution.flatten(0, -2), strict=True):
         expected = probs * seen.sum()
         large = expected >= 5
         if not large.any():
@@ -280,7 +282,7 @@ def check_long_run(drafter, settings, num_tokens):
     target = short_target()
     warpers = {k: v for k, v in settings.items() if k not in ("assistant_confidence_threshold", "stopping_criteria")}
     token_ids, seen = long_run(target, DRAFTERS[drafter](target), settings, num_tokens)
-    assert chain_p_value(token_ids, transition_law(target, warpers, order=2)) > PASS
+    assert chain_p_value(token_ids, transition_distribution(target, warpers, order=2)) > PASS
     if drafter == "a nearly right drafter":
         assert {r.accepted for r in seen.rounds} == {0, 1, 2, 3}  # Every path was taken.
     if "assistant_confidence_threshold" in settings:
@@ -308,20 +310,20 @@ MORE_LONG = [
 
 
 @pytest.mark.parametrize(("drafter", "settings"), LONG, ids=name_of)
-def test_law_of_a_long_run(drafter, settings):
+def test_distribution_of_a_long_run(drafter, settings):
     check_long_run(drafter, settings, num_tokens=400)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "settings"), LONG + MORE_LONG, ids=name_of)
-def test_law_of_a_very_long_run(drafter, settings):
+def test_distribution_of_a_very_long_run(drafter, settings):
     check_long_run(drafter, settings, num_tokens=6000)
 
 
 def chain_test(make):
     target, settings = bigram_target(), {"temperature": 0.7}
     token_ids, seen = long_run(target, make(target), settings, num_tokens=800)
-    return chain_p_value(token_ids, transition_law(target, settings, order=1)), seen
+    return chain_p_value(token_ids, transition_distribution(target, settings, order=1)), seen
 
 
 @pytest.mark.parametrize(
@@ -343,10 +345,10 @@ def chain_test(make):
         "a flattened EAGLE-3 drafter",
     ],
 )
-def test_law_of_a_chain(make):
+def test_distribution_of_a_chain(make):
     p, seen = chain_test(make)
     assert p > PASS
-    # Rounding may make two equal laws differ in their last bits.
+    # Rounding may make two equal distributions differ in their last bits.
     assert (seen.acceptance_rate > 0.99) == isinstance(make, functools.partial)
 
 
@@ -364,8 +366,8 @@ def patch_residual(monkeypatch):
     monkeypatch.setattr(token_choice, "residual", lambda p, q: p)
 
 
-def patch_law(monkeypatch):
-    """Drafts are drawn from the warped law, but the unwarped one is what verification is told."""
+def patch_distribution(monkeypatch):
+    """Drafts are drawn from the warped distribution, but the unwarped one is what verification is told."""
     draft = DSparkCandidateGenerator.draft
 
     def told_otherwise(self, *args, **kwargs):
@@ -400,7 +402,7 @@ def patch_cut(monkeypatch):
 WRONG = {
     "every draft passes": (patch_passes, random_drafter),
     "q is not taken away after a rejection": (patch_residual, sure_drafter),
-    "another law than the drafts were drawn from": (patch_law, random_drafter),
+    "another distribution than the drafts were drawn from": (patch_distribution, random_drafter),
     "the likeliest token is called a draw": (patch_greedy, bent_drafter),
     "the cut anticipates": (patch_cut, bent_drafter),
     "every draft of an EAGLE-3 drafter passes": (patch_passes, eagle3_drafter),
@@ -408,14 +410,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("patch", "make"), WRONG.values(), ids=WRONG.keys())
-def test_the_chain_sees_a_wrong_sampler(monkeypatch, patch, make):
+def test_a_wrong_sampler_fails_the_test_of_chains(monkeypatch, patch, make):
     patch(monkeypatch)
     p, _ = chain_test(make)
     assert p < FAIL
 
 
-def test_the_joint_law_sees_a_wrong_sampler(monkeypatch):
+def test_a_wrong_sampler_fails_the_test_of_the_joint_distribution(monkeypatch):
     patch_passes(monkeypatch)
     target, settings = full_target(), {"temperature": 0.6, "top_k": 4}
     cells = first_tokens(target, random_drafter(target), settings, num_samples=120)
-    assert p_value(cells, joint_law(target, settings)) < FAIL
+    assert p_value(cells, joint_distribution(target, settings)) < FAIL

@@ -134,7 +134,7 @@ counter = iter(range(1000))
     [Stateful, lambda: StateOutside(next(counter)), Uncopyable, InPlace],
     ids=["state inside", "state outside", "cannot be copied", "works in place"],
 )
-def test_processors_with_a_state_of_their_own(make):
+def test_stateful_processors(make):
     rig.compare(rig.target(), None, lambda: {"logits_processor": LogitsProcessorList([make()])})
 
 
@@ -286,7 +286,7 @@ WARPERS = {
 def test_warped_scores_are_those_of_plain_sampling(kind, settings):
     """
     Whatever was sampled, the scores at each token are the processors' of the target's logits after the same tokens: the
-    law that plain `generate` would have drawn from there.
+    distribution that plain `generate` would have drawn from there.
     """
     target = rig.target()
     drafter = rig.drafter_of(kind, target, TEXT)

@@ -68,7 +68,7 @@ def test_a_drafter_of_another_target(fields, words):
     assert all(word in message for word in [*words, "some/target", "DSparkConfig.for_target"]), message
 
 
-def test_a_refused_call_leaves_the_target_as_it_was():
+def test_a_refused_call_does_not_change_the_target():
     target = tiny.qwen3(num_hidden_layers=2)
     before = target.generation_config.to_dict()
     rig.refusing(target, num_beams=2)
@@ -84,7 +84,7 @@ def test_a_base_model_has_no_head_to_draft_with():
         tiny.random_drafter(rig.target()).bind(target)
 
 
-def test_ranks_out_of_step_are_refused_where_the_target_is_sharded(monkeypatch):
+def test_ranks_that_diverge_are_refused_where_the_target_is_sharded(monkeypatch):
     """Without `synced_gpus` being said, transformers finds out; so do we."""
     from dspark_hf.generation import registration
 

@@ -53,7 +53,7 @@ def test_generate_looks_as_it_did():
     assert GenerationMixin.generate.__name__ == "generate"
 
 
-def test_unregistered_the_drafter_is_not_taken():
+def test_without_registration_the_drafter_is_rejected():
     target = rig.target()
     with unregistered(), pytest.raises((TypeError, ValueError, AttributeError)):
         target.generate(**tiny.prompt(), **GREEDY, assistant_model=tiny.random_drafter(target))
@@ -80,7 +80,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS.keys())
-def test_every_other_call_is_as_it_was(make):
+def test_every_other_call_is_unchanged(make):
     outputs = []
     for scope in (contextlib.nullcontext(), unregistered()):
         with scope:
@@ -89,7 +89,7 @@ def test_every_other_call_is_as_it_was(make):
     assert torch.equal(*outputs)
 
 
-def test_errors_of_other_calls_are_as_they_were():
+def test_errors_of_other_calls_are_unchanged():
     for scope in (contextlib.nullcontext(), unregistered()):
         with scope, pytest.raises(ValueError, match="not_an_argument"):
             rig.target().generate(**tiny.prompt(), not_an_argument=1)
@@ -129,7 +129,7 @@ def test_another_loop_beside_a_drafter_is_refused():
 
 
 @pytest.mark.parametrize("drafter", [None, "name"], ids=["nothing", "a string"])
-def test_the_loop_wants_a_drafter(drafter):
+def test_the_loop_requires_a_drafter(drafter):
     with pytest.raises(ValueError, match="must be a DSparkDrafter"):
         rig.target().generate(**tiny.prompt(), **GREEDY, custom_generate=dspark_generate, drafter=drafter)
 

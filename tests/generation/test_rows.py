@@ -81,7 +81,7 @@ def assert_rows_as_alone(target, packed=True, **settings):
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_row_is_what_it_is_alone(family, packed, monkeypatch):
+def test_each_row_equals_the_row_decoded_alone(family, packed, monkeypatch):
     if not packed:
         monkeypatch.setattr(rows_target_pass, "can_pack", lambda model: False)
     assert_rows_as_alone(rig.target(family))
@@ -130,7 +130,7 @@ class Alternating(LogitsProcessor):
         return scores.index_fill(1, scores.argmax(-1), float("-inf")) if self.calls % 2 else scores
 
 
-def test_a_processor_with_state_is_each_rows_own():
+def test_each_row_has_its_own_copy_of_a_stateful_processor():
     target, batch = rig.target(), tiny.left_padded(*prompts())
     drafted = target.generate(
         **batch,
@@ -305,12 +305,12 @@ def test_greedy_output_does_not_depend_on_the_schedule(name):
 
 @pytest.mark.statistical
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_sampling_keeps_the_law_of_every_row_under_each_schedule(name):
+def test_sampling_keeps_the_distribution_of_every_row_under_each_schedule(name):
     target = tiny.bigram(num_hidden_layers=1, vocab_size=12)
     # A drafter that is wrong in its own way: half its weights are those of the perfect one.
     drafter = tiny.random_drafter(target, num_hidden_layers=1, markov_rank=4, mask_token_id=11)
     anchors, copies, tokens = (3, 7), 600, 3
-    law = tiny_law(target)
+    distribution = tiny_distribution(target)
     batch = {"input_ids": torch.tensor([[0, 0, a] for a in anchors for _ in range(copies)])}
     batch["attention_mask"] = torch.tensor([[0, 1, 1]] * len(batch["input_ids"]))
     torch.manual_seed(1)
@@ -324,7 +324,7 @@ def test_sampling_keeps_the_law_of_every_row_under_each_schedule(name):
     )[:, -tokens:]
     for index, anchor in enumerate(anchors):
         rows = drafted[index * copies : (index + 1) * copies]
-        joint = law[anchor][:, None] * law  # First two tokens in closed form, [V, V].
+        joint = distribution[anchor][:, None] * distribution  # First two tokens in closed form, [V, V].
         observed = torch.zeros(12, 12).index_put_((rows[:, 0], rows[:, 1]), torch.ones(copies), accumulate=True)
         expected = (joint * copies).flatten()
         likely = expected > 5
@@ -332,10 +332,10 @@ def test_sampling_keeps_the_law_of_every_row_under_each_schedule(name):
         pooled_expected = [*expected[likely].tolist(), expected[~likely].sum().item()]
         scale = sum(pooled_observed) / sum(pooled_expected)
         p_value = scipy.stats.chisquare(pooled_observed, [e * scale for e in pooled_expected]).pvalue
-        assert p_value > 1e-3, f"row law of anchor {anchor}"
+        assert p_value > 1e-3, f"row distribution of anchor {anchor}"
 
 
-def tiny_law(target):
+def tiny_distribution(target):
     decoder = target.get_decoder()
     states = decoder.norm(target.get_input_embeddings()(torch.arange(target.config.vocab_size)))
     return target.get_output_embeddings()(states).softmax(-1)

@@ -53,7 +53,7 @@ def test_by_name_in_the_call_and_in_the_drafters_settings(name):
     )
 
 
-def test_what_the_call_says_counts_first():
+def test_arguments_of_the_call_override_the_drafters_settings():
     target = rig.target()
     drafter = drafter_with_curve(target)
     drafter.generation_config.verify_scheduler = "throughput"
@@ -76,7 +76,7 @@ def test_an_unknown_name_and_a_missing_curve_are_refused():
         scheduler_of(tiny.random_drafter(target), target, scheduler="throughput")
 
 
-def test_dear_passes_verify_less():
+def test_expensive_passes_verify_fewer_drafts():
     target = rig.target()
     drafter = tiny.random_drafter(target)
     verified = []
@@ -118,7 +118,7 @@ def test_without_a_curve_no_file_is_written(tmp_path):
     assert DSparkDrafter.from_pretrained(tmp_path).throughput_curve is None
 
 
-def test_a_file_that_is_no_curve_is_refused(tmp_path):
+def test_a_file_that_holds_no_curve_is_refused(tmp_path):
     tiny.random_drafter(rig.target()).save_pretrained(tmp_path)
     (tmp_path / "throughput_curve.json").write_text('{"pass_s": [1]}')
     with pytest.raises(ValueError, match="no throughput curve"):
@@ -135,7 +135,7 @@ def test_a_curve_of_another_model_is_not_used():
     assert backoff._costs.measured_on == {"assumed": True}
 
 
-def test_back_off_reckons_with_the_schedulers_curve_then_with_the_drafters():
+def test_back_off_uses_the_schedulers_curve_then_the_drafters():
     target = rig.target()
     drafter = drafter_with_curve(target)
     own = curve_for(target)

@@ -35,7 +35,7 @@ def streamed(streamer, *values):
         streamer.put(torch.tensor(value))
 
 
-def test_each_token_takes_the_colour_of_its_maker():
+def test_drafted_tokens_and_the_targets_tokens_have_different_colours():
     streamer = DraftTintStreamer(Letters(), skip_prompt=True, file=io.StringIO(), color=True)
     streamed(streamer, [[1, 2]])
     streamer.next_are_drafted(1)
@@ -52,7 +52,7 @@ def test_a_character_waits_for_its_last_token():
     assert streamer.pieces == [("\u0101", False), ("€", False), ("\u0102", False)]
 
 
-def test_the_end_prints_what_never_became_whole():
+def test_an_incomplete_character_is_printed_at_the_end():
     streamer = Recorded(Letters(), file=io.StringIO())
     streamed(streamer, [[1]], [200])
     streamer.end()
@@ -92,7 +92,7 @@ def test_the_loop_says_which_tokens_were_drafted(processor, max_new_tokens):
     assert any(expected)
 
 
-def test_plain_generate_streams_everything_as_the_targets_own():
+def test_plain_generate_streams_every_token_in_the_targets_colour():
     target, streamer = tiny.qwen3(), Recorded(Letters(), skip_prompt=True, file=io.StringIO())
     output = target.generate(**tiny.prompt(), do_sample=False, max_new_tokens=5, streamer=streamer)
     assert streamer.pieces == [(Letters().decode([i]), False) for i in output[0, 9:].tolist()]

@@ -195,7 +195,7 @@ def test_a_target_with_layers_on_disk(tmp_path):
             assert torch.equal(target.generate(**tiny.prompt(), **GREEDY, assistant_model=drafter), plain)
 
 
-def test_a_target_whose_weights_wait_elsewhere():
+def test_a_target_with_offloaded_weights():
     accelerate = pytest.importorskip("accelerate")
     plain = rig.target().generate(**tiny.prompt(), **GREEDY)
     target = accelerate.cpu_offload(tiny.qwen3(num_hidden_layers=2), execution_device=torch.device("cpu"))

@@ -30,7 +30,7 @@ def test_acceptance_by_slot_counts_only_slots_that_were_reached():
     assert stats.conditional_acceptance == [3 / 4, 1 / 3, 1.0, 1.0]
 
 
-def test_a_slot_that_nobody_reached_has_no_rate():
+def test_a_slot_that_was_never_reached_has_no_rate():
     rates = SpeculationStats(rounds=rounds((3, 0))).conditional_acceptance
     assert rates[0] == 0.0 and all(math.isnan(r) for r in rates[1:])
 
@@ -86,7 +86,7 @@ def test_rows_share_the_times_of_their_round():
     assert more.prefill_s == more.rounds[0].drafting_s == 0, "a clock may have run before"
 
 
-def test_a_stage_inside_another_counts_for_itself():
+def test_the_time_of_a_nested_stage_is_counted_once():
     clock = Ticking(0, 2, 5, 6, 16, 20)
     with clock.stage("draft"):
         with clock.stage("backbone"):
@@ -123,7 +123,7 @@ def test_recording_covers_every_call_inside_and_none_outside():
     assert current_recorder() is None
 
 
-def test_an_inner_record_takes_its_calls_for_itself():
+def test_a_nested_record_counts_its_calls_alone():
     target = rig.target()
     call = tiny.prompt() | {"max_new_tokens": 6, "do_sample": False, "assistant_model": tiny.random_drafter(target)}
     with record_speculation() as outer:
@@ -140,7 +140,7 @@ def test_recording_ends_with_an_exception():
     assert current_recorder() is None
 
 
-def test_a_thread_has_a_record_of_its_own():
+def test_each_thread_has_its_own_record():
     seen = []
     with record_speculation():
         thread = threading.Thread(target=lambda: seen.append(current_recorder()))

@@ -1,4 +1,4 @@
-"""Regeneration: the fast decoder against plain `generate`, its sampling law, resuming, conversations, self-prompting."""
+"""Regeneration: the fast decoder against plain `generate`, its sampling distribution, resuming, conversations, self-prompting."""
 
 from __future__ import annotations
 
@@ -221,10 +221,10 @@ def test_an_empty_prompt_is_refused(target: PreTrainedModel) -> None:
         list(SlotDecoder(target, Sampling(), [], 2).run([Request(0, [], 4)]))
 
 
-# -------------------------------------------------------------------------------------------------------- sampling law
+# -------------------------------------------------------------------------------------------------------- sampling distribution
 
 
-def law_pvalue(counts: torch.Tensor, probs: torch.Tensor) -> float:
+def p_value_of(counts: torch.Tensor, probs: torch.Tensor) -> float:
     """p-value of a chi-squared test; tokens expected fewer than five times are merged. An impossible token gives 0."""
     if counts[probs == 0].any():
         return 0.0
@@ -237,7 +237,7 @@ def law_pvalue(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The law by transformers' own warpers."""
+    """The distribution by transformers' own warpers."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None].float())
@@ -248,7 +248,7 @@ def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return scores.softmax(-1)[0]
 
 
-LAWS = {
+DISTRIBUTIONS = {
     "temperature": Sampling(temperature=0.7),
     "top-k": Sampling(temperature=1.3, top_k=7),
     "top-p": Sampling(temperature=1.0, top_p=0.8),
@@ -257,32 +257,32 @@ LAWS = {
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("sampling", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("sampling", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 @pytest.mark.parametrize("vocab_size", [40, 1000])
-def test_drawn_tokens_follow_the_law_of_generate(sampling: Sampling, vocab_size: int) -> None:
+def test_drawn_tokens_follow_the_distribution_of_generate(sampling: Sampling, vocab_size: int) -> None:
     logits, draws = 2 * torch.randn(vocab_size), 20_000
     rows = logits.expand(2000, -1)
     tokens = torch.cat([sample_tokens(rows, torch.rand(2000), sampling) for _ in range(draws // 2000)])
     counts = torch.bincount(tokens, minlength=vocab_size)
-    assert law_pvalue(counts, warped(logits, sampling)) > 1e-4
+    assert p_value_of(counts, warped(logits, sampling)) > 1e-4
     wrong = Sampling(temperature=1.15 * sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    assert law_pvalue(counts, warped(logits, wrong)) < 1e-6
+    assert p_value_of(counts, warped(logits, wrong)) < 1e-6
 
 
 @pytest.mark.statistical
 def test_first_two_tokens_of_responses_follow_the_target() -> None:
     target = tiny.bigram()
     draws, first = 3000, 5
-    law = (tiny.transition_logits(target) / 1.5).softmax(-1)  # [V, V]
+    distribution = (tiny.transition_logits(target) / 1.5).softmax(-1)  # [V, V]
     requests = [Request(i, [8, first], 2, seed=i) for i in range(draws)]
     completions = completed(SlotDecoder(target, Sampling(temperature=1.5), [], slots=500), requests).values()
     counts = torch.zeros(2, tiny.VOCAB_SIZE)
     for completion in completions:
         counts[0, completion.token_ids[0]] += 1
         counts[1, completion.token_ids[1]] += 1
-    assert law_pvalue(counts[0], law[first]) > 1e-4
-    assert law_pvalue(counts[1], law[first] @ law) > 1e-4
-    assert law_pvalue(counts[0], law[8]) < 1e-6
+    assert p_value_of(counts[0], distribution[first]) > 1e-4
+    assert p_value_of(counts[1], distribution[first] @ distribution) > 1e-4
+    assert p_value_of(counts[0], distribution[8]) < 1e-6
 
 
 def test_top_p_beyond_the_first_sorted_tokens() -> None:
@@ -324,7 +324,7 @@ def test_settings_go_before_the_generation_config(target: PreTrainedModel) -> No
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_sampling_refuses_what_it_cannot_mean(wrong: dict[str, float]) -> None:
+def test_contradictory_sampling_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
 
@@ -368,7 +368,7 @@ def killing_append(after: int) -> Callable[[ResumableLines, dict[str, Any]], Non
         pytest.param({"do_sample": False}, b"\x00\x00\x00\n", id="leaving zeros"),
     ],
 )
-def test_a_killed_run_loses_and_doubles_nothing(
+def test_a_killed_run_neither_loses_nor_repeats_a_row(
     target: PreTrainedModel,
     tokenizer: Any,
     tmp_path: Path,
@@ -787,7 +787,7 @@ def test_a_server_answers_in_the_targets_place(server: str, tmp_path: Path, capl
     assert "top_p" not in body
 
 
-def test_what_a_server_fails_in_is_asked_again(server: str, tmp_path: Path) -> None:
+def test_failed_requests_are_repeated(server: str, tmp_path: Path) -> None:
     words = ["starting", "page", "fault", "torn", "waiting"]
     writer, waits = impatient(server)
     assert writer.run([{"prompt": word} for word in words], tmp_path / "out.jsonl", progress=False) == 5

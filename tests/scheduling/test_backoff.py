@@ -35,7 +35,7 @@ class Always(DraftingBackoff):
 
 @pytest.mark.parametrize("cost", [0.2, 0.5, 1.0, 1.5])
 @pytest.mark.parametrize("num_tokens", [128, 512, 4096])
-def test_a_hopeless_drafter_costs_less_than_a_tenth(cost, num_tokens):
+def test_a_useless_drafter_costs_less_than_a_tenth(cost, num_tokens):
     elapsed, _ = run(DraftingBackoff(cost), lambda _: 0, num_tokens, cost)
     assert elapsed / num_tokens - 1 < 0.1
 
@@ -60,13 +60,13 @@ def geometric(p, seed):
 
 
 @pytest.mark.parametrize("p", [0.5, 0.6, 0.7, 0.8, 0.9])
-def test_a_drafter_that_pays_is_hardly_ever_left_out(p):
+def test_a_useful_drafter_is_rarely_paused(p):
     with_backoff = sum(run(DraftingBackoff(0.5), geometric(p, seed), 512)[0] for seed in range(20))
     always = sum(run(Always(0.5), geometric(p, seed), 512)[0] for seed in range(20))
     assert with_backoff < 1.03 * always
 
 
-def test_drafting_comes_back_when_the_text_gets_easier():
+def test_drafting_resumes_when_the_text_gets_easier():
     _, rounds = run(DraftingBackoff(0.5), lambda token: 3 if token >= 200 else 0, 1000)
     first = min(token for token, drafted in rounds if drafted and token >= 200)
     assert first <= 400  # The pause that was running is no longer than all that came before.
@@ -95,14 +95,14 @@ def test_a_full_account_makes_the_next_pause_short_again():
     assert skipped == 2
 
 
-def test_a_round_that_breaks_even_is_no_reason_to_pause():
+def test_a_round_that_breaks_even_does_not_cause_a_pause():
     backoff = DraftingBackoff(1.0, patience=0.5)
     for _ in range(50):
         backoff.observe(1, 7)
     assert backoff.should_draft()
 
 
-def test_rounds_that_cost_what_they_cost():
+def test_rounds_of_known_cost():
     dear, cheap = DraftingBackoff(0.5), DraftingBackoff(0.5)
     for _ in range(3):
         dear.observe(1, 7, cost=2.0)
@@ -139,7 +139,7 @@ def test_drafting_together_ends_when_no_row_profits():
     assert all(any(lengths) == all(lengths) for lengths in sent)
 
 
-def test_a_row_that_wastes_its_drafts_stops_sending_them_and_the_others_go_on():
+def test_a_row_whose_drafts_are_rejected_stops_sending_them_and_the_others_continue():
     sent = decode(RowsBackoff(CURVE, 4), [3, 3, 3, 0], 200)
     assert all(all(lengths[:3]) for lengths in sent)
     assert sum(bool(lengths[3]) for lengths in sent) < 60
@@ -166,7 +166,7 @@ def test_assumed_costs(is_accelerated):
     assert curve.drafting_seconds(32) == pytest.approx(0.2 * curve.seconds(32))
 
 
-def test_rows_have_contexts_of_their_own():
+def test_each_row_has_its_own_context():
     """What a pass takes for its rows alone makes drafts a smaller part of it."""
     one, several = ({}, {2: 1.0})
     costs = [ThroughputCurve([1, 2, 4], [1.0, 1.0, 2.0], rows=rows).pass_cost(2, 2) for rows in (one, several)]
@@ -176,6 +176,6 @@ def test_rows_have_contexts_of_their_own():
 @pytest.mark.parametrize(
     "settings", [{"break_even": -1.0}, {"patience": 0.0}, {"first_pause": 0}, {"longest_pause": 4}]
 )
-def test_settings_without_sense_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ValueError, match="must not be negative"):
         DraftingBackoff(**settings)

@@ -111,7 +111,7 @@ def test_the_order_within_a_slot_is_kept():
     assert (calibrated.gather(0, logits.argsort(0)).diff(dim=0) >= 0).all()
 
 
-def test_what_is_calibrated_already_stays_nearly_as_it_is():
+def test_calibrated_confidences_hardly_change():
     rounds = synthetic_rounds()
     rounds = rounds._replace(confidence_logits=rounds.confidence_logits / torch.tensor(TRUE_TEMPERATURES))
     np.testing.assert_allclose(fit_temperatures(rounds).temperatures, 1.0, rtol=0.25)

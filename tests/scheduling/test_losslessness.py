@@ -1,4 +1,4 @@
-"""The output law under each scheduler, through a small simulated speculative loop; with schedulers that break it."""
+"""The output distribution under each scheduler, through a small simulated speculative loop; with schedulers that break it."""
 
 import math
 
@@ -30,7 +30,7 @@ class Unconstrained(ThroughputScheduler):
 
 
 def chi_squared_p_value(counts, probs):
-    """Of counts `[..., V]`, the rows independent, against laws `[..., V]`: Wilson and Hilferty's approximation."""
+    """Of counts `[..., V]`, the rows independent, against distributions `[..., V]`: Wilson and Hilferty's approximation."""
     counts, probs = counts.double(), probs.double()
     expected = counts.sum(-1, keepdim=True) * probs
     statistic = ((counts - expected) ** 2 / expected).sum().item()
@@ -71,11 +71,11 @@ def first_tokens(scheduler, num_rounds=1000):
     ],
     ids=["throughput", "asynchronous", "threshold", "fixed length"],
 )
-def test_the_appendix_example_keeps_the_law(scheduler):
+def test_the_appendix_example_keeps_the_distribution(scheduler):
     assert chi_squared_p_value(first_tokens(scheduler), TARGET) > P_VALUE
 
 
-def test_an_unconstrained_search_breaks_the_law_as_the_appendix_says():
+def test_an_unconstrained_search_breaks_the_distribution_as_the_appendix_says():
     counts = first_tokens(Unconstrained(APPENDIX_CURVE))
     assert chi_squared_p_value(counts, TARGET) < 1e-6
     assert chi_squared_p_value(counts, torch.tensor([0.85, 0.15])) > P_VALUE
@@ -91,7 +91,7 @@ CONFIDENCE = 1 - (CHAIN - DRAFT_CHAIN).abs().sum(1) / 2  # after each token, exa
 
 
 def draft_block(anchors):
-    """Drafts `[R, G]` and, for each, the token before it `[R, G]`, on which its law and its confidence depend."""
+    """Drafts `[R, G]` and, for each, the token before it `[R, G]`, on which its distribution and its confidence depend."""
     previous, drafts = [anchors], []
     for _ in range(NUM_SLOTS):
         drafts.append(draw(DRAFT_CHAIN[previous[-1]]))
@@ -132,11 +132,11 @@ def transitions(scheduler, num_runs=20):
     [FixedLength(), ConfidenceThreshold(0.8), ThroughputScheduler(STEPS), AsyncThroughputScheduler(STEPS)],
     ids=["fixed length", "threshold", "throughput", "asynchronous"],
 )
-def test_batched_generation_keeps_the_law(scheduler):
+def test_batched_generation_keeps_the_distribution(scheduler):
     assert chi_squared_p_value(transitions(scheduler), CHAIN) > P_VALUE
 
 
-def test_a_scheduler_that_reads_the_drafts_breaks_the_law():
+def test_a_scheduler_that_reads_the_drafts_breaks_the_distribution():
     class Peeking(FixedLength):
         def schedule(self, confidence, max_lengths, rows=None):
             # The confidence of slot 2 betrays the token of slot 1.

@@ -202,7 +202,7 @@ def test_drafting_ends_only_where_no_later_draft_would_be_verified(build, curve)
         )
 
 
-def test_two_rounds_ago_decide_how_many_and_today_which():
+def test_confidences_of_two_rounds_ago_decide_how_many_and_current_ones_which():
     curve = ThroughputCurve.from_steps_per_second({b: 1 / (1 + b // 4) for b in range(1, 17)})
     scheduler = AsyncThroughputScheduler(curve)
     sure, unsure = torch.full((2, 4), 0.99), torch.full((2, 4), 0.01)
@@ -249,7 +249,7 @@ def test_no_row_gets_more_than_it_may(build):
 
 
 @every_scheduler
-def test_hopeless_drafts(build):
+def test_drafts_of_zero_confidence(build):
     lengths = warmed_up(build(FLAT), 2, 3).schedule(torch.zeros(2, 3), [3, 3])
     assert lengths == ([2, 2] if build(FLAT).needs_confidence is False else [0, 0])
 
@@ -261,14 +261,14 @@ def test_threshold_compares_each_slot_and_ends_at_the_first_below():
     assert ConfidenceThreshold(1.5).schedule(torch.ones(1, 4), [4]) == [0]
 
 
-def test_verifying_gets_shorter_as_passes_get_dearer():
+def test_fewer_drafts_are_verified_as_passes_get_more_expensive():
     confidence = torch.full((4, 8), 0.8)
     curves = [ThroughputCurve([1, 100], [1.0, 1.0 + slope]) for slope in (0.0, 2.0, 10.0, 100.0)]
     totals = [sum(ThroughputScheduler(curve).schedule(confidence, [8] * 4)) for curve in curves]
     assert totals == sorted(totals, reverse=True) and totals[0] == 32 and totals[-1] == 0
 
 
-def test_time_spent_anyway_makes_drafts_worth_more():
+def test_a_fixed_overhead_makes_drafts_worth_more():
     curve = ThroughputCurve([1, 100], [1.0, 40.0])
     confidence = torch.full((1, 8), 0.8)
     assert ThroughputScheduler(curve).schedule(confidence, [8]) < ThroughputScheduler(
@@ -295,7 +295,7 @@ def test_wrong_shapes_are_refused():
 @pytest.mark.parametrize(
     "build", [lambda: FixedLength(-1), lambda: ConfidenceThreshold(float("nan"))], ids=["length", "threshold"]
 )
-def test_settings_without_sense_are_refused(build):
+def test_invalid_settings_are_refused(build):
     with pytest.raises(ValueError, match=r"must be|cannot be"):
         build()
 

@@ -45,6 +45,6 @@ def test_temperatures_are_saved_with_the_drafter(tmp_path):
 
 
 @pytest.mark.parametrize("temperatures", [[1.0, 1.0], [1.0, 1.0, 0.0, 1.0], []], ids=["too few", "zero", "none"])
-def test_temperatures_without_sense_are_refused(temperatures):
+def test_invalid_temperatures_are_refused(temperatures):
     with pytest.raises(ValueError, match="one positive number for each of the 4 drafts"):
         tiny.random_drafter(tiny.qwen3(), confidence_temperatures=temperatures)

@@ -63,7 +63,7 @@ def test_overhead_is_added_to_every_pass_and_noted():
     [([], []), ([0, 1], [1.0, 1.0]), ([2, 1], [1.0, 1.0]), ([1, 2], [1.0]), ([1], [0.0]), ([1], [float("nan")])],
     ids=["nothing", "no tokens", "falling", "a time is missing", "no time", "not a number"],
 )
-def test_what_is_no_measurement_is_refused(counts, seconds):
+def test_values_that_cannot_be_measurements_are_refused(counts, seconds):
     with pytest.raises(ValueError, match=r"rising numbers of tokens|must be positive"):
         ThroughputCurve(counts, seconds)
 
@@ -81,7 +81,7 @@ def measured(target):
     return ThroughputCurve.measure(target, (1, 2, 4), context_length=8, num_warmup=1, num_repeats=3)
 
 
-def test_measuring_says_what_on(target, measured):
+def test_a_measurement_records_the_machine(target, measured):
     assert measured.token_counts.tolist() == [1, 2, 4] and (measured.measured_s > 0).all()
     on = measured.measured_on
     assert on["model"] == "Qwen3ForCausalLM" and on["dtype"] == "float32" and on["device"].startswith("cpu: ")
@@ -114,7 +114,7 @@ def test_a_curve_of_something_else_is_refused(target, measured, tmp_path, change
     assert "ThroughputCurve.measure(target)" in str(caught.value)
 
 
-def test_a_wrong_model_is_told_by_its_configuration(measured):
+def test_a_wrong_model_is_recognised_by_its_configuration(measured):
     with pytest.raises(ValueError, match="config_hash"):
         measured.check(tiny.qwen3(num_hidden_layers=2))
     with pytest.raises(ValueError, match="dtype"):
@@ -133,7 +133,7 @@ def test_a_curve_from_numbers_fits_any_target(target):
     ThroughputCurve.from_steps_per_second({1: 10.0}).check(target)
 
 
-def test_where_a_model_lies_does_not_matter(target):
+def test_the_path_of_a_model_does_not_matter(target):
     config = tiny.qwen3().config
     config.name_or_path = "/somewhere/else"
     assert config_hash(config) == config_hash(target.config)

@@ -51,7 +51,7 @@ def run(folder: Path, processes: int, resume: bool = False, **options) -> list:
 
 
 @pytest.mark.slow
-def test_however_a_batch_is_cut_the_trajectory_is_one(tmp_path):
+def test_the_trajectory_does_not_depend_on_how_a_batch_is_split(tmp_path):
     """
     One process or two, in one piece or four, whole or stopped and resumed in the other number of processes. Held-out rows do
     not fill the last batch of two processes, which accelerate fills up with rows that count already.

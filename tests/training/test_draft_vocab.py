@@ -27,7 +27,7 @@ def test_what_does_not_fit_is_refused():
         select_draft_vocabulary(ROWS, 20, 1, required_ids=[1, 2])
 
 
-def test_a_drafter_speaks_the_vocabulary_set_even_where_it_was_bound_before():
+def test_a_new_vocabulary_is_used_even_by_a_bound_drafter():
     target = tiny.qwen3()
     drafter = tiny.random_drafter(target, draft_vocab_size=4)
     drafter.bind(target)

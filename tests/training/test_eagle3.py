@@ -29,10 +29,10 @@ def losses(trainer) -> list[float]:
 
 
 @with_vectors
-def test_logits_loss_and_gradients_of_the_training_time_test_are_the_reference_s():
+def test_logits_loss_and_gradients_of_training_time_test_equal_those_of_the_reference():
     """
     The reference computes every position; chains at all anchors are the same. Position `i` there is anchor `i + 1` here.
-    Its loss is a cross-entropy with the target's law, which is ours with other weights, so it is written out.
+    Its loss is a cross-entropy with the target's distribution, which is ours with other weights, so it is written out.
     """
     vectors, facts = load_file(CASE / "training.safetensors"), json.loads((CASE / "training.json").read_text())
     drafter = Eagle3Drafter.from_pretrained(CASE / "drafter").train()
@@ -59,7 +59,7 @@ def test_logits_loss_and_gradients_of_the_training_time_test_are_the_reference_s
 
 @with_vectors
 @pytest.mark.parametrize("steps", range(1, 6))
-def test_masks_are_the_reference_s(steps):
+def test_masks_equal_those_of_the_reference(steps):
     """There a step's first keys are the sequence's own, up to the position itself; here that one is the chain's first."""
     theirs = load_file(CASE / "training.safetensors")[f"step_attention_mask.{steps - 1}"][0, 0]
     length = len(theirs)
@@ -101,7 +101,7 @@ def test_chains_are_what_drafting_computes():
 
 
 def test_a_perfect_drafter_scores_a_whole_round(make_trainer, rows):
-    """Labels, laws and weights are aligned with what each step predicts: one token off and nothing would fit."""
+    """Labels, distributions and weights are aligned with what each step predicts: one token off and nothing would fit."""
     target = tiny.bigram()
     trainer = make_trainer(tiny.perfect_eagle3_drafter(target), target, eval_rows=rows(6), num_anchors=32)
     metrics = trainer.evaluate()
@@ -133,7 +133,7 @@ def test_the_loss_falls(make_trainer, rows, optimizer, chunk_size):
     assert sum(found[-3:]) < 0.93 * sum(found[:3])
 
 
-def test_what_is_saved_drafts(make_trainer, tmp_path):
+def test_a_saved_drafter_drafts(make_trainer, tmp_path):
     target = tiny.qwen3()
     trainer = make_trainer(tiny.eagle3_drafter(target), target, max_steps=2, save_dtype="bfloat16")
     trainer.train()

@@ -72,7 +72,7 @@ def test_a_cache_gives_back_what_went_in(name, draft_vocab_size, rows, tmp_path)
         cached[7]
 
 
-def test_caching_goes_on_where_it_stopped_and_takes_rows_added_later(rows, tmp_path, monkeypatch):
+def test_caching_resumes_and_adds_new_rows(rows, tmp_path, monkeypatch):
     target = tiny.qwen3()
     config = tiny.drafter_config(target)
     data = rows(9)

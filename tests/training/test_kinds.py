@@ -117,7 +117,7 @@ def test_a_perfect_block_of_one_token_halves_the_passes():
 
 
 def drafts_of(drafter, target, do_sample):
-    """A block after a prompt, and the laws it was drawn from."""
+    """A block after a prompt, and the distributions it was drawn from."""
     ids = tiny.prompt(11)["input_ids"]
     generator = DSparkCandidateGenerator(drafter, target, do_sample=do_sample)
     states = target(ids, output_hidden_states=True).hidden_states
@@ -172,7 +172,7 @@ def test_new_heads_are_trained_with_the_backbone(make_trainer, rows, sample_from
     assert head.markov_w2.weight.any()
 
 
-def test_a_warm_start_leaves_nothing_that_is_no_longer_true():
+def test_a_warm_start_drops_settings_that_no_longer_hold():
     target = tiny.qwen3()
     calibrated = tiny.random_drafter(target, confidence_temperatures=[1.5] * tiny.BLOCK_SIZE)
     longer = warm_start(calibrated, block_size=tiny.BLOCK_SIZE + 2)

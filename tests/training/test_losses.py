@@ -48,7 +48,7 @@ def test_chunks_change_neither_loss_nor_gradients(target_name, drafter_name, mak
 
 
 @pytest.mark.parametrize("outside", [0.0, 0.3], ids=["full_vocabulary", "reduced"])
-def test_the_gradient_is_autograd_s(outside):
+def test_the_gradient_equals_autograds(outside):
     torch.manual_seed(1)
     logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
     probs = torch.randn(6, 11, dtype=torch.float64).softmax(-1) * (1 - outside)
@@ -78,7 +78,7 @@ def test_total_variation_is_not_halved_and_counts_what_the_draft_vocabulary_lack
     assert bool(losses.agrees)
 
 
-def test_cached_normalizers_give_the_law_of_the_full_vocabulary(make_trainer):
+def test_cached_normalizers_give_the_distribution_over_the_full_vocabulary(make_trainer):
     target = tiny.qwen3()
     drafter = tiny.random_drafter(target, draft_vocab_size=40)
     head = make_trainer(drafter, target).target_head

@@ -45,7 +45,7 @@ def batch_of(vectors, num_drafts: int, decay) -> dict:
 
 @pytest.mark.parametrize("chunk_size", [7, 0], ids=["chunked", "eager"])
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_the_reference_s(name, chunk_size, tmp_path):
+def test_losses_and_gradients_equal_those_of_the_reference(name, chunk_size, tmp_path):
     vectors, facts, trainer = load_case(name, tmp_path, logits_chunk_size=chunk_size)
     drafter = trainer.model
     batch = batch_of(vectors, drafter.config.num_draft_tokens, 4.0)
@@ -79,7 +79,7 @@ def test_losses_and_gradients_are_the_reference_s(name, chunk_size, tmp_path):
 
 
 @pytest.mark.parametrize("variant_index", range(4), ids=["dspark", "dflash", "no_decay", "decay_7"])
-def test_every_weighting_variant_gives_the_reference_s_total(variant_index, tmp_path):
+def test_every_weighting_variant_gives_the_total_of_the_reference(variant_index, tmp_path):
     folder = SHARED / "parity" / CASES[0]
     variant = json.loads((folder / "training.json").read_text())["variants"][variant_index]
     vectors, _, trainer = load_case(
@@ -94,7 +94,7 @@ def test_every_weighting_variant_gives_the_reference_s_total(variant_index, tmp_
     assert float(loss.detach()) == pytest.approx(variant["total_loss"], abs=1e-5)
 
 
-def test_logged_acceptance_is_the_reference_s(tmp_path):
+def test_logged_acceptance_equals_that_of_the_reference(tmp_path):
     vectors, facts, trainer = load_case(CASES[0], tmp_path)
     trainer.compute_loss(trainer.model.train(), batch_of(vectors, 5, 4.0))
     metrics, expected = trainer._take_metrics("train"), facts["train_metrics"]

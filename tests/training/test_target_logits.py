@@ -1,4 +1,4 @@
-"""The law a drafter is compared with is the target's own, whatever its family does to the LM head's output."""
+"""The distribution a drafter is compared with is the target's own, whatever its family does to the LM head's output."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_the_factor_is_found(family, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trainer_compares_with_the_law_of_generate(family, make_trainer, rows):
+def test_a_trainer_compares_with_the_distribution_of_generate(family, make_trainer, rows):
     target = FAMILIES[family]()
     trainer = make_trainer(tiny.random_drafter(target), target)
     ids = torch.tensor([rows(1)[0]["input_ids"]])

@@ -59,7 +59,7 @@ def test_accumulated_micro_batches_are_one_batch(new_drafter, make_trainer, rows
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(accumulation, new_drafter, make_trainer):
+def test_a_resumed_run_equals_an_uninterrupted_one(accumulation, new_drafter, make_trainer):
     target = tiny.qwen3()
     options = {
         "max_steps": 7,
@@ -118,7 +118,7 @@ def test_cached_features_train_as_those_computed_on_the_way(new_drafter, make_tr
 
 
 @pytest.mark.parametrize("place", ["disk", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_target_elsewhere_trains_the_same(place, make_trainer, tmp_path):
+def test_a_target_on_another_device_trains_the_same(place, make_trainer, tmp_path):
     """Layers offloaded to the disk, or the drafter on a GPU and the target beside it."""
     target = tiny.qwen3()
     target.save_pretrained(tmp_path / "target")
@@ -187,7 +187,7 @@ def test_saved_dtype_is_the_one_asked_for_and_checkpoints_keep_theirs(make_train
 # ------------------------------------------------------------------ what is trained and what is not
 
 
-def test_the_target_is_frozen_and_no_part_of_the_checkpoint(make_trainer, tmp_path):
+def test_the_target_is_frozen_and_not_part_of_the_checkpoint(make_trainer, tmp_path):
     target = tiny.qwen3().requires_grad_(True)
     before = {name: value.clone() for name, value in target.state_dict().items()}
     drafter = tiny.random_drafter(target)
@@ -203,7 +203,7 @@ def test_the_target_is_frozen_and_no_part_of_the_checkpoint(make_trainer, tmp_pa
     assert optimized == {id(p) for p in drafter.parameters() if p.requires_grad}
 
 
-def test_embedding_and_head_of_the_drafter_s_own_stay_as_they_are(make_trainer):
+def test_the_drafters_own_embedding_and_head_are_not_trained(make_trainer):
     target = tiny.qwen3()
     drafter = tiny.random_drafter(target, has_embed_tokens=True, has_lm_head=True)
     before = drafter.embed_tokens.weight.clone(), drafter.lm_head.weight.clone()
@@ -299,7 +299,7 @@ def test_conversations_without_a_tokenizer_are_refused(make_trainer):
 # ------------------------------------------------------------------ metrics
 
 
-def test_evaluation_is_the_same_whenever_it_is_asked_for(make_trainer, rows):
+def test_repeated_evaluations_agree(make_trainer, rows):
     trainer = make_trainer(eval_rows=rows(5), max_steps=1, per_device_eval_batch_size=2)
     first = trainer.evaluate()
     trainer.data_collator.set_epoch(3)
@@ -374,6 +374,6 @@ def test_a_target_of_another_shape_is_refused(tmp_path):
         )
 
 
-def test_every_option_explains_itself():
+def test_every_option_has_help():
     for name in DSparkTrainingArguments.__annotations__:
         assert DSparkTrainingArguments.__dataclass_fields__[name].metadata.get("help"), name
