@@ -4,13 +4,14 @@
 [`DSparkDrafter`].
 """
 
-from .drafter import Drafter, DSparkOutput
+from transformers import AutoConfig, AutoModel
+
+from .configuration_dspark import DSparkConfig
+from .configuration_eagle3 import Eagle3Config
+from .drafter import Drafter
 from .generation import SpeculationStats, dspark_generate, record_speculation, register, unregister
-from .kinds.dspark.configuration_dspark import DSparkConfig
-from .kinds.dspark.modeling_dspark import DSparkDrafter
-from .kinds.eagle3.configuration_eagle3 import Eagle3Config
-from .kinds.eagle3.modeling_eagle3 import Eagle3Drafter
-from .registry import register_kind
+from .modeling_dspark import DSparkDrafter, DSparkOutput
+from .modeling_eagle3 import Eagle3Drafter
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,10 +25,11 @@ __all__ = [
     "dspark_generate",
     "record_speculation",
     "register",
-    "register_kind",
     "unregister",
 ]
 
-register_kind(DSparkDrafter)
-register_kind(Eagle3Drafter)
+AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
+AutoConfig.register(Eagle3Config.model_type, Eagle3Config, exist_ok=True)
+AutoModel.register(Eagle3Config, Eagle3Drafter, exist_ok=True)
 register()

@@ -32,8 +32,10 @@ class RopeLimit(NamedTuple):
         Args:
             num_tokens: Tokens of the row so far, the anchor and padding included.
         """
-        if self.kind == "longrope" and num_tokens - self.num_padding > self.length:
-            return sys.maxsize  # All further tokens have the frequencies of long sequences.
+        # From the token after the change on, all have the frequencies of long sequences. At the change some models discard their
+        # cache and are fed the whole sequence again, which is left to one token.
+        if self.kind == "longrope" and num_tokens - self.num_padding > self.length + 1:
+            return sys.maxsize
         return max(0, self.length - num_tokens)
 
 

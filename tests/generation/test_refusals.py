@@ -1,12 +1,14 @@
 """Calls without an exact answer here are refused, and the message says what to do."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from generation import rig
 from transformers import T5Config, T5ForConditionalGeneration
 
 import tiny
-from dspark_hf import DSparkConfig
+from dspark_hf import DSparkConfig, DSparkDrafter, dspark_generate
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,30 @@ def test_ranks_that_diverge_are_refused_where_the_target_is_sharded(monkeypatch)
     registration._refuse_synced_ranks(rig.target(), False)
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: False)
     registration._refuse_synced_ranks(rig.target(), None)
+
+
+@pytest.mark.parametrize("spelling", ["assistant_model", "drafter"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("some/drafter", ["'some/drafter'", "from_pretrained('some/drafter')"]),
+        (Path("runs") / "1", ["runs", "from_pretrained("]),
+        (DSparkDrafter, ["the class DSparkDrafter", "from_pretrained("]),
+        (DSparkConfig(), ["a configuration (DSparkConfig)", "from_pretrained("]),
+    ],
+    ids=["a name", "a path", "a class", "a configuration"],
+)
+def test_what_is_not_a_loaded_drafter(given, words, spelling):
+    settings = {"assistant_model": given}
+    if spelling == "drafter":
+        settings = {"custom_generate": dspark_generate, "drafter": given}
+    with pytest.raises(ValueError, match="takes a loaded drafter") as error:
+        rig.target().generate(**tiny.prompt(), max_new_tokens=4, **settings)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("is_random", [False, True], ids=["no assistant", "a model of another kind"])
+def test_other_assistants_are_left_to_transformers(is_random):
+    target = rig.target()
+    call = tiny.prompt() | {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(target.generate(**call, assistant_model=target if is_random else None), target.generate(**call))

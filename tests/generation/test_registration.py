@@ -128,7 +128,7 @@ def test_another_loop_beside_a_drafter_is_refused():
     assert "custom_generate=" in rig.refusing(rig.target(), custom_generate=own_loop)
 
 
-@pytest.mark.parametrize("drafter", [None, "name"], ids=["nothing", "a string"])
+@pytest.mark.parametrize("drafter", [None, torch.nn.Linear(1, 1)], ids=["nothing", "another module"])
 def test_the_loop_requires_a_drafter(drafter):
     with pytest.raises(ValueError, match="must be a DSparkDrafter"):
         rig.target().generate(**tiny.prompt(), **GREEDY, custom_generate=dspark_generate, drafter=drafter)

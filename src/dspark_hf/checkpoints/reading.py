@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..configuration_drafter import DrafterConfig
+from ..configuration_dspark import DSparkConfig
 from . import deepspec, dspark, eagle3, gguf, modelopt, muse_glimmer, specforge, speculators, zlab
 from .fields import draft_token_ids
 from .files import (
@@ -83,7 +83,7 @@ class Checkpoint:
 
     path: Any
     format_name: str
-    config: DrafterConfig
+    config: DSparkConfig
     tensors: dict[str, TensorInfo]
     source: Source
     beside: dict[str, TensorInfo]
@@ -134,7 +134,7 @@ class Checkpoint:
 
 
 def read_checkpoint(
-    path: Any, config: DrafterConfig | None, kwargs: dict[str, Any], headers_only: bool = False
+    path: Any, config: DSparkConfig | None, kwargs: dict[str, Any], headers_only: bool = False
 ) -> Checkpoint:
     """
     Finds a checkpoint, recognises its format and reads its configuration and tensor index; no weights are read.
@@ -193,7 +193,7 @@ def open_source(
     return SafetensorsSource(raw, tensors), reader
 
 
-def translate(path: Any, reader: ModuleType, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> DrafterConfig:
+def translate(path: Any, reader: ModuleType, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
     """
     The drafter's configuration.
 
@@ -201,7 +201,7 @@ def translate(path: Any, reader: ModuleType, raw: dict[str, Any], tensors: dict[
         ValueError: when it cannot be made of what the files say.
     """
     try:
-        config: DrafterConfig = reader.read_config(raw, tensors)
+        config: DSparkConfig = reader.read_config(raw, tensors)
         config.check()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         said = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

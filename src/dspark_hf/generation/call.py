@@ -16,7 +16,7 @@ from ..transformers_names import is_callers_cache, pad_token_of
 from .batch_steps import BatchSteps
 from .candidate_generator import DSparkCandidateGenerator
 from .context_memory import remember
-from .generators import generator_of
+from .eagle3_candidate_generator import generator_of
 from .logits_process import is_rowwise
 from .output import Output
 from .requirements import backoff_of, check_call, draft_settings, unwrap_drafter
@@ -85,6 +85,8 @@ class Call:
     def max_drafts(self, row: int) -> int:
         """How many drafts are of use to a row in the coming round."""
         output = self.outputs[row]
+        if self.prompt.forgets_context:
+            return 0
         # A round adds one token of the target, so there is room for one draft fewer than for tokens.
         longest = min(self.generator.num_draft_tokens, output.room - 1)
         return longest if self.rope is None else min(longest, self.rope.max_drafts(output.ids.shape[1]))

@@ -39,7 +39,7 @@ def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetO
         ids = input_ids if embeds is not None else input_ids[:, : end - offset]
         output = target.forward(ids, end - start, 1, kwargs, is_first_iteration=True)
         yield output._replace(attended=target.attended_columns(start, end))
-    target.adopt_cache(output)
+    target.adopt_cache(output, total)
     target.begin_rounds()
 
 

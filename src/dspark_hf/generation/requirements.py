@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any, NoReturn
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..drafter import Drafter
@@ -37,11 +38,25 @@ _OTHER_METHODS = {
 
 def unwrap_drafter(model: Any) -> Drafter | None:
     """
-    The drafter behind `model`, which may be wrapped by PEFT; `None` when `model` is not a drafter.
+    The drafter behind `model`, which may be wrapped by PEFT; `None` when `model` is another model.
 
     Raises:
         ValueError: for what `torch.compile(drafter)` returns: `generate` calls the methods of the drafter inside, uncompiled.
+            For what no model can be: a path or name, a class, a configuration.
     """
+    if isinstance(model, str | PathLike):
+        raise ValueError(
+            f"generate takes a loaded drafter or assistant, not a path or name ({str(model)!r}). Load it first, a drafter with "
+            f"DSparkDrafter.from_pretrained({str(model)!r})."
+        )
+    if isinstance(model, type | PreTrainedConfig):
+        given = (
+            f"the class {model.__name__}" if isinstance(model, type) else f"a configuration ({type(model).__name__})"
+        )
+        raise ValueError(
+            f"generate takes a loaded drafter or assistant, not {given}. Load one, for instance with "
+            "DSparkDrafter.from_pretrained(path)."
+        )
     if isinstance(uncompiled(model), Drafter):
         raise ValueError("torch.compile(drafter) wraps the drafter away from generate: call drafter.compile() instead.")
     if not isinstance(model, Drafter) and hasattr(model, "get_base_model"):
@@ -88,6 +103,11 @@ def check_call(
             f"Several rows ({len(input_ids)} here) may reach {generation_config.max_length} tokens, but the rotary positions of "
             f"{type(model).__name__} (rope_type={rope.kind!r}) change for all rows once the longest is past {rope.length}. Lower "
             "max_new_tokens, or call generate for each row."
+        )
+    if rope is not None and rope.kind == "dynamic" and generation_config.max_length > rope.length:
+        logger.warning_once(
+            f"{type(model).__name__} changes its rotary positions with every token past {rope.length} (rope_type='dynamic'), so "
+            "nothing is drafted from there on: the same output, at the speed of plain generate."
         )
     _refuse_virtual_tokens(model)
 

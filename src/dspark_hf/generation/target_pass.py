@@ -63,6 +63,8 @@ class TargetPass:
         self.generation_config = generation_config
         self.hidden_state_indices = hidden_state_indices
         self.ending = contextlib.ExitStack()  # What is to be undone when the call ends.
+        # Phi-3 in older versions of transformers discards its cache for good at a certain length: each token stands alone then.
+        self.forgets_context = False
         self._num_fed = 1
         if self.cache is None or not model_kwargs.get("use_cache", True):
             refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
@@ -95,7 +97,7 @@ class TargetPass:
         self._num_fed = candidates.shape[1] - input_ids[0].shape[1] + 1
         kwargs = extended_model_kwargs(self.model, self.model_kwargs, self._num_fed - 1)
         output = self.forward(candidates, self._num_fed, self._num_fed, kwargs)
-        self.adopt_cache(output)
+        self.adopt_cache(output, candidates.shape[1])
         return [output]
 
     def commit(self, num_committed: list[int]) -> None:
@@ -163,8 +165,14 @@ class TargetPass:
         self._num_fed = 1
         self.commit([1])
 
-    def adopt_cache(self, output: TargetOutput) -> None:
-        """Continues with the cache of a pass that made one: prefix tuning does, and models that discard theirs."""
+    def adopt_cache(self, output: TargetOutput, num_tokens: int) -> None:
+        """
+        Continues with the cache of a pass that made one: prefix tuning does, and models that discard theirs.
+
+        Args:
+            output: The pass.
+            num_tokens: Tokens of the sequence so far.
+        """
         made = output.raw.get(CACHE_KEY)
         if made is not None and made is not self.cache:
             has_begun = self._rollback.has_begun
@@ -173,6 +181,7 @@ class TargetPass:
             self._rollback = Rollback(self.model, made)
             if has_begun:
                 self._rollback.begin()
+            self.forgets_context = self.past_length < num_tokens
 
     def finish(self) -> Any:
         """The target's cache, as plain `generate` leaves it."""

@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..rope_limit import rope_limit
 from ..transformers_names import CACHE_KEY, attention_name, is_stateful, supports_sdpa
 
 ATTENTION_NAME = "dspark_hf_slots"
@@ -541,22 +542,10 @@ def attention_window(target: PreTrainedModel) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def fixed_rope_length(target: PreTrainedModel) -> int | None:
-    """Tokens up to which the rotary frequencies stay the same; None where they always do.
-
-    Beyond it, `dynamic` and `longrope` recompute them from the longest row of a pass, so rows would not be independent.
-    """
-    config = target.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):  # one for all layers, or one a layer type
-        if isinstance(parameters, dict) and parameters.get("rope_type") in ("dynamic", "longrope"):
-            return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-    return None
-
-
 def length_limits(target: PreTrainedModel) -> dict[str, int]:
     """What a target's rows must not outgrow, in tokens, by its name; empty for most targets."""
-    limits = {"attention window": attention_window(target), "original RoPE length": fixed_rope_length(target)}
+    rope = rope_limit(target)
+    limits = {"attention window": attention_window(target), "original RoPE length": rope.length if rope else None}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
