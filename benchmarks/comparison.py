@@ -17,22 +17,24 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkConfig, DSparkDrafter, Eagle3Config, Eagle3Drafter
 from dspark_hf.conversations.rows import encode_rows
 from dspark_hf.evaluation.figures import COLORS, LINES, MARKERS
 from dspark_hf.evaluation.replay import replay
 from dspark_hf.evaluation.statistics import NUM_RESAMPLES, ratio_of_sums
-from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator, load_target
+from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
+from dspark_hf.training.checkpoints import last_checkpoint
 from dspark_hf.training.draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from dspark_hf.training.features import CachedFeatureDataset, target_features
-from dspark_hf.training.run import last_checkpoint
 from dspark_hf.training.target_logits import logit_rule
 
 ROOT = Path(__file__).parents[1]
@@ -117,8 +119,14 @@ def drafter_class(variant: Variant):
     return Eagle3Drafter if variant.kind == "eagle3" else DSparkDrafter
 
 
+def load_target(dtype: str) -> tuple[Any, Any]:
+    """The target, made where it is missing, and its tokenizer."""
+    folder = ensure_target()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
+
+
 def train(options):
-    target, tokenizer = load_target(str(ensure_target()), dtype="bfloat16")
+    target, tokenizer = load_target("bfloat16")
     rows = ConcatDataset([CachedFeatureDataset(folder) for folder in options.features])
     for name in options.only or VARIANTS:
         if not (options.runs / name / "done.json").exists():
@@ -176,7 +184,7 @@ def load_drafter(variant: Variant, folder, dtype: torch.dtype = torch.float32):
 
 def answer(options):
     """The target's answers to the first turns, as token ids, in float32: greedy output has to be the target's own."""
-    target, tokenizer = load_target(str(ensure_target()), dtype="float32")
+    target, tokenizer = load_target("float32")
     for file in options.files:
         lines = file.read_text().splitlines()[: options.max_prompts]
         prompts = [{"prompt": json.loads(line)["turns"][0]} for line in lines]
@@ -197,7 +205,7 @@ def answer(options):
 
 def follow(options):
     """Every drafter along every answer. Drafters run in bfloat16, as they were saved; the target's law is float32."""
-    target, tokenizer = load_target(str(ensure_target()), dtype="float32")
+    target, tokenizer = load_target("float32")
     todo = [name for name in options.only or VARIANTS if (options.runs / name / "done.json").exists()]
     todo = [name for name in todo if not replays_file(options, name).exists()]
     drafters = {name: load_drafter(VARIANTS[name], options.runs / name, torch.bfloat16) for name in todo}

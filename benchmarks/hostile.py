@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDrafter
-from dspark_hf.evaluation import Conversation, Method, load_task, plain_method
+from dspark_hf.conversations import Chat
+from dspark_hf.evaluation import Method, load_task, plain_method
 from dspark_hf.evaluation.environment import environment
 from dspark_hf.evaluation.runner import rotated
 from dspark_hf.evaluation.serving import batch_of, measure_load
@@ -43,7 +44,7 @@ def main():
     drafter = hostile_twin(DSparkDrafter.from_pretrained(args.drafter, dtype=torch.float32))
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     prompts = [
-        Conversation(tokenizer, prompt.system).ask(prompt.turns[0])
+        Chat(tokenizer, prompt.system).ask(prompt.turns[0])
         for prompt in load_task(args.prompts, args.max_prompts, 0).prompts
     ]
     own = {"assistant_model": drafter}

@@ -23,7 +23,8 @@ from transformers.generation import DFlashTokenCandidateGenerator
 from transformers.modeling_outputs import BaseModelOutput
 
 import dspark_hf
-from dspark_hf.evaluation import Conversation, load_task
+from dspark_hf.conversations import Chat
+from dspark_hf.evaluation import load_task
 from dspark_hf.evaluation.environment import environment
 from dspark_hf.evaluation.meter import measured
 from dspark_hf.evaluation.methods import DFlashView
@@ -222,7 +223,7 @@ def main() -> None:
     tokens_a_pass: dict[str, list[float]] = {name: [] for name in loops}
     same = dict.fromkeys(loops, 0)
     for index, prompt in enumerate(prompts):
-        ids = Conversation(tokenizer).ask(prompt.turns[0]).to(target.device)
+        ids = Chat(tokenizer).ask(prompt.turns[0]).to(target.device)
         names = list(loops)[index % len(loops) :] + list(loops)[: index % len(loops)]
         outputs = {}
         for name in names:

@@ -12,7 +12,7 @@ from smollm2 import ensure_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDrafter, record_speculation
-from dspark_hf.evaluation import Conversation
+from dspark_hf.conversations import Chat
 from dspark_hf.scheduling import ConfidenceRounds, ThroughputCurve, ThroughputScheduler, fit_temperatures
 
 SUBJECTS = ("the moon", "bread", "rivers", "chess", "bees", "glass", "maps", "trains")
@@ -35,7 +35,7 @@ prompts = [question.format(subject) for subject in SUBJECTS for question in QUES
 # 1. Rounds that verify every draft, so that the outcome of each slot is known as often as can be.
 with record_speculation() as stats:
     for prompt in prompts:
-        ids = Conversation(tokenizer).ask(prompt)
+        ids = Chat(tokenizer).ask(prompt)
         target.generate(
             ids,
             assistant_model=drafter,
@@ -57,7 +57,7 @@ drafter.save_pretrained(args.output / "calibrated")
 curve = ThroughputCurve.measure(target, range(1, drafter.config.num_draft_tokens + 2))
 curve.save(args.output / "curve.json")
 with record_speculation() as stats:
-    ids = Conversation(tokenizer).ask(prompts[0])
+    ids = Chat(tokenizer).ask(prompts[0])
     target.generate(
         ids,
         assistant_model=drafter,

@@ -12,7 +12,7 @@ from smollm2 import ensure_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDrafter
-from dspark_hf.evaluation import Conversation
+from dspark_hf.conversations import Chat
 from dspark_hf.generation import DraftTintStreamer
 from dspark_hf.generation.registration import CACHE_KEY  # "cache", or "past_key_values" in older transformers
 
@@ -30,11 +30,11 @@ target = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
 drafter = DSparkDrafter.from_pretrained(args.drafter, dtype=target.dtype)
 tokenizer = AutoTokenizer.from_pretrained(name)
 
-conversation, cache = Conversation(tokenizer), None
+chat, cache = Chat(tokenizer), None
 for turn in args.turns:
     print(f"> {turn}")
     output = target.generate(
-        input_ids=conversation.ask(turn),
+        input_ids=chat.ask(turn),
         **{CACHE_KEY: cache},
         assistant_model=drafter,
         streamer=DraftTintStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
@@ -43,5 +43,5 @@ for turn in args.turns:
         return_dict_in_generate=True,
     )
     # The next prompt continues exactly these ids, so what the cache holds of them stays valid.
-    conversation.add_answer(output.sequences[0])
+    chat.add_answer(output.sequences[0])
     cache = output[CACHE_KEY]

@@ -139,7 +139,18 @@ def test_the_version_is_the_same_everywhere():
 
 
 @pytest.mark.parametrize(
-    "package", ["", ".scheduling", ".generation", ".evaluation", ".checkpoints", ".training", ".hub"]
+    "package",
+    [
+        "",
+        ".scheduling",
+        ".generation",
+        ".evaluation",
+        ".checkpoints",
+        ".training",
+        ".conversations",
+        ".responses",
+        ".hub",
+    ],
 )
 def test_the_reference_has_every_public_name(package):
     module = importlib.import_module(f"dspark_hf{package}")

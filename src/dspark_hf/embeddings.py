@@ -119,17 +119,17 @@ class Stamp:
     def __init__(self, tensor: torch.Tensor):
         self._tensor = weakref.ref(tensor)
         self._address = tensor.data_ptr()
-        self._version = _version(tensor)
+        self._version = _write_count(tensor)
 
     def is_still(self, tensor: torch.Tensor | None) -> bool:
         """`False` for tensors made in inference mode as well, which do not count how often they were written to."""
         if tensor is None or self._version is None:
             return False
-        unchanged = self._address == tensor.data_ptr() and self._version == _version(tensor)
+        unchanged = self._address == tensor.data_ptr() and self._version == _write_count(tensor)
         return unchanged and self._tensor() is tensor
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def _write_count(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 

@@ -78,7 +78,7 @@ def bench(
     loaded_tasks = load_tasks(tasks, max_prompts, seed)
     model, tokenizer = load_target(target, dtype, device, threads)
     drafters = [load_drafter(name, model) for name in drafter]
-    methods = _methods(model, drafter, drafters, schedule or ["fixed"], assistant, prompt_lookup, dflash)
+    methods = _compared(model, drafter, drafters, schedule or ["fixed"], assistant, prompt_lookup, dflash)
     if compile:
         compile_models(model, *drafters)
     settings = BenchSettings(max_new_tokens, temperature, seed)
@@ -103,7 +103,7 @@ def wrong_answers(identity: dict[str, Any], tie: float) -> int:
     return sum(d["gap"] is None or abs(d["gap"]) > tie for method in identity.values() for d in method["differences"])
 
 
-def _methods(
+def _compared(
     model: Any,
     names: list[str],
     drafters: list[Any],

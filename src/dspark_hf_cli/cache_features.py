@@ -74,7 +74,7 @@ def cache_features(
     """
     import torch
 
-    from dspark_hf.conversations.prompts import thinking_switch
+    from dspark_hf.conversations.templates import thinking_switch
     from dspark_hf.training.data import encode_source
     from dspark_hf.training.features import CachedFeatureDataset, CachePlan
     from dspark_hf.training.features import cache_features as write_cache

@@ -79,10 +79,10 @@ def _collect(
     """Rounds in which every draft was verified, those of an earlier run included."""
     from dspark_hf.evaluation.methods import calibration_method
 
-    from .running import measured
+    from .running import measured_run
 
     methods = [calibration_method(drafter)]
-    with measured(model, tokenizer, methods, tasks, settings, output, names) as (_, file):
+    with measured_run(model, tokenizer, methods, tasks, settings, output, names) as (_, file):
         return [round_ for record in file.records.values() for round_ in record.rounds]
 
 

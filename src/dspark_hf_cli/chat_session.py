@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from dspark_hf.evaluation import BenchSettings, Conversation
+from dspark_hf.conversations.chat import Chat
+from dspark_hf.evaluation import BenchSettings
 from dspark_hf.generation import DraftTintStreamer, SpeculationStats, record_speculation
 from dspark_hf.modeling_dspark import DSparkDrafter
 from dspark_hf.transformers_names import CACHE_KEY
@@ -97,7 +98,7 @@ class ChatSession:
 
     def clear(self) -> None:
         """Forgets the conversation."""
-        self._conversation = Conversation(self.tokenizer, self._system)
+        self._chat = Chat(self.tokenizer, self._system)
         self._cache: Any = None
 
     def answer(self, text: str, stop: threading.Event) -> str:
@@ -111,7 +112,7 @@ class ChatSession:
         Returns:
             The answer.
         """
-        input_ids = self._conversation.ask(text).to(self.target.device)
+        input_ids = self._chat.ask(text).to(self.target.device)
         kwargs = dict(self._arguments)
         if self.uses_drafter:
             kwargs["assistant_model"] = self.drafter
@@ -129,7 +130,7 @@ class ChatSession:
                 **kwargs,
             )
         self._cache = output.get(CACHE_KEY)
-        return self._conversation.add_answer(output.sequences[0])
+        return self._chat.add_answer(output.sequences[0])
 
 
 class PrintedAnswer(DraftTintStreamer):

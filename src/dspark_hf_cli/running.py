@@ -41,13 +41,13 @@ def run(
     from dspark_hf.evaluation.profiling import profile_methods
 
     others = others | {"device": str(target.device)}
-    with measured(target, tokenizer, methods, tasks, settings, output, others) as (described, file):
+    with measured_run(target, tokenizer, methods, tasks, settings, output, others) as (described, file):
         profiles = profile_methods(target, tokenizer, methods, tasks, settings) if profile else None
         return build_document(methods, tasks, described, file, profiles)
 
 
 @contextlib.contextmanager
-def measured(
+def measured_run(
     target: Any,
     tokenizer: Any,
     methods: list[Method],

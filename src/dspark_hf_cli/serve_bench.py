@@ -42,7 +42,7 @@ def serve_bench(
     `throughput.png` and `budget.png`, and `loads.jsonl`, from which an interrupted run resumes.
     """
     from dspark_hf.checkpoints.files import THROUGHPUT_CURVE_NAME
-    from dspark_hf.evaluation.conversation import Conversation
+    from dspark_hf.conversations.chat import Chat
     from dspark_hf.evaluation.serving import LoadFile, run_serving, serving_curve, serving_methods
     from dspark_hf.evaluation.serving_report import (
         budget_figure,
@@ -59,7 +59,7 @@ def serve_bench(
     (task,) = load_tasks(prompts, max(row_counts), seed=0)
     model, tokenizer = load_target(target, dtype, device, threads)
     loaded = load_drafter(drafter, model)
-    prompt_ids = [Conversation(tokenizer, prompt.system).ask(prompt.turns[0]) for prompt in task.prompts]
+    prompt_ids = [Chat(tokenizer, prompt.system).ask(prompt.turns[0]) for prompt in task.prompts]
     output.mkdir(parents=True, exist_ok=True)
     context_length = sum(ids.shape[1] for ids in prompt_ids) // len(prompt_ids) + max_new_tokens // 2
     with counting("measuring costs") as on_progress:

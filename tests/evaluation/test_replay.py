@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from dspark_hf import record_speculation
-from dspark_hf.evaluation.replay import acceptance_length, conditional_acceptance, replay
+from dspark_hf.evaluation.replay import acceptance_by_slot, acceptance_length, replay
 
 PROMPT_LENGTH, NEW_TOKENS = 9, 24
 
@@ -85,7 +85,7 @@ def test_a_perfect_drafter_is_accepted_everywhere():
     drafter = tiny.perfect_drafter(target)
     rows, _ = decoded(target, drafter, do_sample=True, top_k=0, num_return_sequences=4)
     followed = [replay(drafter, target, row, temperature=1.0) for row in rows]
-    assert conditional_acceptance(followed) == pytest.approx([1.0] * drafter.config.num_draft_tokens, abs=1e-4)
+    assert acceptance_by_slot(followed) == pytest.approx([1.0] * drafter.config.num_draft_tokens, abs=1e-4)
     assert acceptance_length(followed) > drafter.config.num_draft_tokens * 0.8
 
 

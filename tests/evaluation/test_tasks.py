@@ -55,11 +55,20 @@ def test_a_file_named_after_a_task_counts_to_its_domain(tmp_path):
     assert [p.turns for p in mine.prompts] == [["a"], ["b"]]
 
 
-@pytest.mark.parametrize("line", ["{}", "not json", '{"turns": []}', '{"prompt": 3}', "[1]"])
-def test_lines_without_a_prompt_are_named(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{}", r"rows \[2\] hold none"),
+        ('{"turns": []}', r"rows \[2\] hold none"),
+        ('{"prompt": 3}', r"rows \[2\] hold none"),
+        ("not json", "line 2, is not valid JSON"),
+        ("[1]", r"line 2, holds \[1\]"),
+    ],
+)
+def test_lines_without_a_prompt_are_named(tmp_path, line, told):
     path = tmp_path / "file.jsonl"
     path.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"lines \[2\] hold none"):
+    with pytest.raises(ValueError, match=told):
         load_task(str(path))
 
 

@@ -446,8 +446,8 @@ def test_prompts_are_read_from_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt":', r"line 2, is no JSON: Expecting value \(column 11\)"),
-        ('[{"prompt": "a"},\n"b"', "line 2, is no JSON"),
+        ('{"prompt": "a"}\n{"prompt":', r"line 2, is not valid JSON: Expecting value \(column 11\)"),
+        ('[{"prompt": "a"},\n"b"', "line 2, is not valid JSON"),
         ('{"prompt": "a"}\n["b"]', r"line 2, holds \['b'\]; give rows such as"),
         ('["a"]', "holds 'a'; give rows such as"),
     ],

@@ -21,7 +21,7 @@ from dspark_hf.hub import TrainingSummary, write_card, write_custom_generate
 from dspark_hf.scheduling import ThroughputCurve
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, add_lora, cache_features
 from dspark_hf.training.history import write_csv
-from dspark_hf.training.run import save_figure as save_training_curve
+from dspark_hf.training.run import save_training_curve
 
 Write = Callable[[], object]
 

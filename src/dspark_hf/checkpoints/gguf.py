@@ -49,7 +49,7 @@ WHOLE_NAMES = {"d2t": "draft_token_ids", "d2t.weight": "draft_token_ids"}
 DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64", "I64": "I64", "I32": "I32"}
 
 
-def our_name(name: str) -> str:
+def name_from_gguf(name: str) -> str:
     """The drafter's name of a GGUF tensor."""
     if name in WHOLE_NAMES:
         return WHOLE_NAMES[name]
@@ -74,7 +74,7 @@ class GGUFSource:
         return {name: _to_torch(by_name[info.file], info) for name, info in tensors.items()}
 
 
-def open_source(path: Any, gguf_file: str | None, hub: dict[str, Any]) -> GGUFSource:
+def open_gguf(path: Any, gguf_file: str | None, hub: dict[str, Any]) -> GGUFSource:
     """
     Raises:
         ImportError: without the `gguf` package.
@@ -103,7 +103,7 @@ def open_source(path: Any, gguf_file: str | None, hub: dict[str, Any]) -> GGUFSo
         )
     tensors = {}
     for tensor in reader.tensors:
-        name, shape = our_name(tensor.name), tuple(int(size) for size in reversed(tensor.shape))
+        name, shape = name_from_gguf(tensor.name), tuple(int(size) for size in reversed(tensor.shape))
         if name == "confidence_head.proj.weight" and len(shape) == 1:
             shape = (1, *shape)
         tensors[name] = TensorInfo(shape, DTYPES.get(tensor.tensor_type.name, "F32"), name, tensor.name)

@@ -157,7 +157,7 @@ def read_checkpoint(
             raise ValueError(f"{path} holds {printable(our_name(name))} twice, as {printable(name)} too.")
     beside = {name: tensors.pop(name) for name in BESIDE if name in tensors}
     if config is None:
-        config = translate(path, reader, source.config, tensors)
+        config = translated_config(path, reader, source.config, tensors)
     if config.draft_vocab_size is None and "draft_token_ids" in tensors:
         beside["d2t"] = tensors.pop("draft_token_ids")  # The full vocabulary, spelled out.
     settings = read_generation_settings(path, hub) if isinstance(source, SafetensorsSource) else {}
@@ -170,7 +170,7 @@ def open_source(
 ) -> tuple[Source, ModuleType]:
     """The files of a checkpoint and the module that understands them."""
     if gguf_file is not None or str(path).endswith(".gguf"):
-        return gguf.open_source(path, gguf_file, hub), gguf
+        return gguf.open_gguf(path, gguf_file, hub), gguf
     raw = read_config(path, hub)
     weight_map = read_weight_map(path, hub, headers_only)
     if weight_map is not None:  # By name alone, before shards that may be as large as a target are fetched.
@@ -193,7 +193,9 @@ def open_source(
     return SafetensorsSource(raw, tensors), reader
 
 
-def translate(path: Any, reader: ModuleType, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+def translated_config(
+    path: Any, reader: ModuleType, raw: dict[str, Any], tensors: dict[str, TensorInfo]
+) -> DSparkConfig:
     """
     The drafter's configuration.
 

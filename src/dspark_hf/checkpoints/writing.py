@@ -126,7 +126,7 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
         raise FileExistsError(f"{dst} already holds something: choose a new folder.")
     drafter.check_values(drafter.config.name_or_path or type(drafter).__name__)
     check_servable(drafter.config, dst, format)
-    config, tensors = translate(drafter, format)
+    config, tensors = contents(drafter, format)
     with whole_files(dst) as part:
         (part / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_file(tensors, part / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -156,7 +156,7 @@ def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
         )
 
 
-def translate(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def contents(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The `config.json` and the tensors to write."""
     config = drafter.config
     if format == "deepspec" or config.draft_vocab_size:

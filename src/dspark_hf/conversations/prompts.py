@@ -66,11 +66,6 @@ class Conversation:
         return row
 
 
-def thinking_switch(enable_thinking: bool | None) -> dict[str, bool]:
-    """The option of a chat template that has such a switch; `None` leaves it to the template."""
-    return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-
-
 def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them."""
     return [{name: value for name, value in message.items() if name != "response_ids"} for message in messages]
@@ -88,16 +83,20 @@ def read_prompts(
         column: Where the prompt stands; by default `turns`, `messages` or `prompt`.
 
     Raises:
-        ValueError: when a local file does not exist, or a row has no such column.
+        ValueError: when a local file does not exist or holds no rows, or a row has no such column.
     """
+    is_empty = True
     for index, row in enumerate(_read_rows(source, split, subset)):
+        is_empty = False
         yield _from_column(index, row, column) if column else row
+    if is_empty:
+        raise ValueError(f"'{source}' holds no rows: give a file or data set with a prompt in each row.")
 
 
 def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[dict[str, Any]]:
     path = Path(source)
     if path.is_file() and path.suffix not in (".parquet", ".csv", ".arrow"):
-        yield from _read_json(path)
+        yield from _read_rows_of_json(path)
         return
     if path.suffix in (".jsonl", ".json"):
         raise ValueError(f"There is no file '{source}'.")
@@ -105,7 +104,7 @@ def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[d
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
-            f"'{source}' is no JSON-lines file; reading it as a data set needs: pip install datasets"
+            f"'{source}' is not a JSON-lines file here; reading it as a data set needs: pip install datasets"
         ) from error
     if path.is_file():
         builder = path.suffix[1:]
@@ -114,7 +113,7 @@ def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[d
         yield from load_dataset(str(source), subset or None, split=split)
 
 
-def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+def _read_rows_of_json(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file with one in each line, or with a list of them."""
     with path.open(encoding="utf-8") as file:
         is_list = file.read(1) == "["
@@ -128,7 +127,7 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 line_number = number + error.lineno - 1
                 raise ValueError(
-                    f"'{path}', line {line_number}, is no JSON: {error.msg} (column {error.colno})."
+                    f"'{path}', line {line_number}, is not valid JSON: {error.msg} (column {error.colno})."
                 ) from error
             for row in found if is_list else [found]:
                 if not isinstance(row, dict):

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .prompts import as_message
+from .templates import has_template, opening_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -53,7 +54,7 @@ def encode_rows(
             as they were drawn (end-of-turn token included), and are used instead of its text. `"finished": False` says
             that a length limit cut the last response, so no end of turn follows it. An earlier turn's message may have
             both as well.
-        tokenizer: With a chat template; without one, `prompt` and `response` are joined as plain text.
+        tokenizer: With a chat template; without one, the response follows the prompt as plain text, and a warning says so.
         max_length: Rows are cut here; what then follows the last learned token is dropped, so that no half template
             is left at the end.
         eos_token_ids: Tokens that end a turn; the tokenizer's by default. Nothing behind one is learned: the target
@@ -110,6 +111,12 @@ class _Writer:
     options: dict[str, Any]
 
     @cached_property
+    def has_template(self) -> bool:
+        return has_template(
+            self.tokenizer, "prompt and response are learned as plain text, one directly after the other"
+        )
+
+    @cached_property
     def special(self) -> set[int]:
         """Tokens that no text is made of."""
         return {*self.ends, *self.tokenizer.added_tokens_decoder}
@@ -117,7 +124,7 @@ class _Writer:
     def rows(self, messages: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
         """Tokens and mask of a conversation, in as few rows as show every turn as it was generated."""
         roles = [message["role"] for message in messages]
-        if self.tokenizer.chat_template is None and roles not in (["user", "assistant"], ["user"]):
+        if not self.has_template and roles not in (["user", "assistant"], ["user"]):
             raise ValueError(
                 f"The tokenizer has no chat template, so it cannot write a conversation of {', '.join(roles)}. Give rows "
                 "with 'prompt' and 'response', or set tokenizer.chat_template."
@@ -137,7 +144,7 @@ class _Writer:
     def turn(self, before: list[dict[str, Any]], message: dict[str, Any]) -> tuple[list[int], list[int]]:
         """The tokens of the prompt that `before` makes, and those of the response in `message`."""
         opening = self.render(before, prompt=True)
-        prompt = self.tokens(opening)
+        prompt = opening_tokens(self.tokenizer, opening)
         response = message.get("response_ids")
         if response is None:
             response = self.response(before, message, opening, prompt)
@@ -180,7 +187,7 @@ class _Writer:
         The tail of opening and text tokenized together, since some tokenizers begin every text with a space. Where a
         token would span the seam, which is never drawn, the text is tokenized alone.
         """
-        whole = self.tokens(opening + text)
+        whole = opening_tokens(self.tokenizer, opening + text)
         return whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.part(text)
 
     def end(self, closing: str) -> list[int]:
@@ -189,7 +196,7 @@ class _Writer:
         return list(takewhile(self.special.__contains__, from_first)) or self.ends[:1]
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        if self.tokenizer.chat_template is None:
+        if not self.has_template:
             return "".join(message["content"] for message in messages)
         messages = [{name: m[name] for name in m if name not in _OF_RESPONSE} for m in messages]
         try:
@@ -201,13 +208,6 @@ class _Writer:
                 f"The chat template refuses a conversation of {', '.join(m['role'] for m in messages)}: {error}. Bring such "
                 "rows into the form it takes, or leave them out."
             ) from error
-
-    def tokens(self, text: str) -> list[int]:
-        """Of a text from its very beginning, where a template writes the special tokens itself."""
-        if self.tokenizer.chat_template is not None:
-            return self.part(text)
-        ids = self.tokenizer(text)["input_ids"]
-        return ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids  # Some tokenizers end every text with it.
 
     def part(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

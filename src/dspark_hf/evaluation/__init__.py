@@ -1,6 +1,5 @@
 """Measures a drafter: tasks, methods side by side, statistics, figures and reports. Start with `runner.py`."""
 
-from .conversation import Conversation
 from .methods import Method, dspark_method, plain_method
 from .runner import BenchSettings, run_bench
 from .statistics import Estimate, summarize
@@ -9,7 +8,6 @@ from .tasks import TASK_NAMES, Prompt, Task, load_task
 __all__ = [
     "TASK_NAMES",
     "BenchSettings",
-    "Conversation",
     "Estimate",
     "Method",
     "Prompt",

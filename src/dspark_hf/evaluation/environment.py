@@ -28,7 +28,7 @@ PACKAGES = (
 
 def environment() -> dict[str, Any]:
     """Versions, machine and devices, ready for JSON."""
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = {name: _package_version(name) for name in PACKAGES}
     # From a checkout that is not installed, too.
     packages["dspark-hf"] = importlib.import_module(__name__.partition(".")[0]).__version__
     return {
@@ -45,7 +45,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

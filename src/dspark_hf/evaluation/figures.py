@@ -46,14 +46,14 @@ def as_png(figure: Any, dots_per_inch: int = 130) -> bytes:
 def acceptance_figure(document: dict[str, Any]) -> Any:
     """Acceptance length of every drafting method on each task, with intervals (the numbers of Table 1)."""
     groups = _groups(document, "task")
-    methods = [name for name in _methods(document) if name != "plain"]
+    methods = [name for name in _method_names(document) if name != "plain"]
     if not groups or not methods:
         return None
     figure = new_figure(WIDTH, 3.2)
     axes = figure.subplots()
     width = 0.8 / len(methods)
     for i, method in enumerate(methods):
-        estimates = [_estimate(document, "task", group, method, "acceptance_length") for group in groups]
+        estimates = [_estimate_of(document, "task", group, method, "acceptance_length") for group in groups]
         xs = [g + (i - (len(methods) - 1) / 2) * width for g in range(len(groups))]
         values = [e["value"] or 0.0 for e in estimates]
         axes.bar(xs, values, width * 0.92, color=_color(i), label=method)
@@ -168,14 +168,14 @@ def reliability_figure(document: dict[str, Any]) -> Any:
 
 def speed_figure(document: dict[str, Any]) -> Any:
     """Speed against acceptance length: each point is a method on a task, with intervals."""
-    methods = [name for name in _methods(document) if name != "plain"]
+    methods = [name for name in _method_names(document) if name != "plain"]
     groups = _groups(document, "task")
     points = [
         (
             i,
             j,
-            _estimate(document, "task", group, method, "acceptance_length"),
-            _estimate(document, "task", group, method, "speedup"),
+            _estimate_of(document, "task", group, method, "acceptance_length"),
+            _estimate_of(document, "task", group, method, "speedup"),
         )
         for i, method in enumerate(methods)
         for j, group in enumerate(groups)
@@ -324,11 +324,11 @@ def _groups(document: dict[str, Any], kind: str) -> list[str]:
     return list(dict.fromkeys(r["group"] for r in document["results"] if r["kind"] == kind))
 
 
-def _methods(document: dict[str, Any]) -> list[str]:
+def _method_names(document: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(r["method"] for r in document["results"]))
 
 
-def _estimate(document: dict[str, Any], kind: str, group: str, method: str, name: str) -> dict[str, Any]:
+def _estimate_of(document: dict[str, Any], kind: str, group: str, method: str, name: str) -> dict[str, Any]:
     for r in document["results"]:
         if (r["kind"], r["group"], r["method"]) == (kind, group, method):
             return r["estimates"][name]

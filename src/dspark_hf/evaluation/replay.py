@@ -57,7 +57,7 @@ def acceptance_length(replays: Iterable[Replay]) -> float:
     return sum(replay.tokens for replay in replays) / sum(replay.rounds for replay in replays)
 
 
-def conditional_acceptance(replays: Iterable[Replay]) -> list[float]:
+def acceptance_by_slot(replays: Iterable[Replay]) -> list[float]:
     """Acceptance at each slot, given that all before it passed (paper Fig. 2)."""
     slots = zip(*((replay.tried, replay.passed) for replay in replays), strict=True)
     tried, passed = (torch.tensor(values).sum(0) for values in slots)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..conversations.chat import Chat
 from ..generation.telemetry import StageClock, record_speculation
 from ..transformers_names import CACHE_KEY
-from .conversation import Conversation
 from .meter import measured
 from .methods import PLAIN, Method
 from .records import Difference, Record, RecordFile, Turn
@@ -152,9 +152,9 @@ def answer(
         clock: Times the stages of its rounds, besides the turns' own times.
     """
     torch.manual_seed(settings.seed * 1_000_003 + index)
-    conversation, cache, turns = Conversation(tokenizer, prompt.system), None, []
+    chat, cache, turns = Chat(tokenizer, prompt.system), None, []
     for text in prompt.turns:
-        input_ids = conversation.ask(text).to(target.device)
+        input_ids = chat.ask(text).to(target.device)
         kwargs = settings.arguments() | method.arguments
         if cache is not None and method.keeps_cache:
             kwargs[CACHE_KEY] = cache
@@ -179,7 +179,7 @@ def answer(
             )
         )
         cache = output.get(CACHE_KEY)
-        conversation.add_answer(ids)
+        chat.add_answer(ids)
     return turns
 
 
@@ -214,11 +214,11 @@ def check_prompt(
 @torch.no_grad()
 def first_difference(target, tokenizer, prompt: Prompt, plain: Record, other: Record) -> Difference | None:
     """Where `other` first departs from `plain`; later turns answer another conversation and are not looked at."""
-    conversation = Conversation(tokenizer, prompt.system)
+    chat = Chat(tokenizer, prompt.system)
     for number, (text, expected, got) in enumerate(zip(prompt.turns, plain.turns, other.turns)):
-        prompt_ids = conversation.ask(text)[0]
+        prompt_ids = chat.ask(text)[0]
         if expected.output_ids == got.output_ids:
-            conversation.add_answer(torch.cat([prompt_ids, torch.tensor(expected.output_ids, dtype=torch.long)]))
+            chat.add_answer(torch.cat([prompt_ids, torch.tensor(expected.output_ids, dtype=torch.long)]))
             continue
         position = common_length(expected.output_ids, got.output_ids)
         first, second = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..conversations.prompts import as_message, read_prompts
 
 STEP_BY_STEP = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 PYTHON = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
@@ -129,32 +130,30 @@ def load_task(name: str, max_prompts: int | None = None, seed: int = 0) -> Task:
     elif Path(name).is_file():
         path = Path(name)
         known = HUB_TASKS.get(path.stem)
-        task = Task(path.stem, known.domain if known else "other", read_prompts(path))
+        task = Task(path.stem, known.domain if known else "other", prompts_of_file(path))
     else:
         raise ValueError(f"Task {name!r} is neither a file nor one of {', '.join(TASK_NAMES)}.")
     return Task(task.name, task.domain, sampled(task.prompts, max_prompts, seed))
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def prompts_of_file(path: Path) -> list[Prompt]:
     """
-    The prompts of a JSONL file.
+    The prompts of a file.
 
     Raises:
-        ValueError: naming every line that holds no prompt.
+        ValueError: naming every row that holds no prompt.
     """
     prompts, wrong = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, row in enumerate(read_prompts(path), start=1):
         try:
-            prompts.append(to_prompt(json.loads(line)))
+            prompts.append(to_prompt(row))
         except (ValueError, KeyError, TypeError):
             wrong.append(number)
-    if wrong or not prompts:
-        problem = f"lines {wrong[:10]}{' and more' if len(wrong) > 10 else ''} hold" if wrong else "it holds"
+    if wrong:
+        more = " and others" if len(wrong) > 10 else ""
         raise ValueError(
-            f"{path} is not a file of prompts: {problem} none. Each line is a JSON object with 'turns' (list of strings), "
-            "'messages' (list of role and content) or 'prompt' (string)."
+            f"'{path}' is not a file of prompts: rows {wrong[:10]}{more} hold none. Each row is a JSON object with 'turns' "
+            "(list of strings), 'messages' (list of role and content) or 'prompt' (string)."
         )
     return prompts
 
@@ -170,8 +169,9 @@ def to_prompt(row: Mapping[str, Any]) -> Prompt:
     if "turns" in row:
         turns = list(row["turns"])
     elif "messages" in row:
-        turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
-        system = next((message["content"] for message in row["messages"] if message["role"] == "system"), None)
+        messages = [as_message(message) for message in row["messages"]]
+        turns = [message["content"] for message in messages if message["role"] == "user"]
+        system = next((message["content"] for message in messages if message["role"] == "system"), None)
     else:
         turns = [row["prompt"]]
     if not turns or not all(isinstance(turn, str) and turn for turn in turns):

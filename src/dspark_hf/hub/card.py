@@ -66,8 +66,8 @@ def build_card(
     base_model = named if is_hub_name(named) else None
     target = base_model or (Path(named).name if named else "its target")
     training = TrainingSummary.load(folder)
-    benchmark = _read_json(folder / BENCHMARK_FILE, "settings", "environment", "results", "identity")
-    curve = _read_json(folder / CURVE_FILE, "token_counts", "pass_s")
+    benchmark = _known_document(folder / BENCHMARK_FILE, "settings", "environment", "results", "identity")
+    curve = _known_document(folder / CURVE_FILE, "token_counts", "pass_s")
     method = method_of(config)
     listed_under = base_model if adapts is None else adapts if is_hub_name(adapts) else None
     all_tags = [
@@ -96,7 +96,7 @@ def build_card(
         architecture=_cells(architecture_of(drafter)) if adapts is None else {},
         training=training,
         training_tables=_training_tables(training),
-        figures=figures_of(training, folder),
+        figures=figure_files(training, folder),
         benchmark=_benchmark(benchmark) if benchmark else None,
         temperatures=[f"{temperature:.3g}" for temperature in config.confidence_temperatures or ()],
         curve=_curve(curve) if curve else None,
@@ -105,7 +105,7 @@ def build_card(
     )
     card.text = re.sub(r"\n{3,}", "\n\n", card.text).rstrip() + "\n"
     card.text += (
-        f"\n<!-- Made by dspark-hf, and made anew at a push unless it was changed. {_digest(card.content)} -->\n"
+        f"\n<!-- Made by dspark-hf, and made anew at a push unless it was changed. {_card_digest(card.content)} -->\n"
     )
     return card
 
@@ -132,10 +132,10 @@ def is_generated(text: str) -> bool:
     if _BLANK in text:
         return True
     mark = _MARK.search(text)
-    return mark is not None and mark[1] == _digest(text[: mark.start()])
+    return mark is not None and mark[1] == _card_digest(text[: mark.start()])
 
 
-def _digest(text: str) -> str:
+def _card_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -202,7 +202,7 @@ def method_of(config: DSparkConfig) -> str:
     return "DSpark" if config.markov_rank else "DFlash"
 
 
-def figures_of(training: TrainingSummary | None, folder: Path) -> list[str]:
+def figure_files(training: TrainingSummary | None, folder: Path) -> list[str]:
     """Names of the image files that are really there, beside the weights."""
     named = training.figures if training else []
     return [name for name in named if name == Path(name).name and (folder / name).is_file()]
@@ -237,14 +237,14 @@ def _result_row(result: dict[str, Any]) -> list[str]:
     return [
         _cell(f"{result['group']} ({result['num_prompts']})"),
         _cell(result["method"]),
-        _estimate(estimates["acceptance_length"], 2, with_interval=True),
-        _estimate(estimates["acceptance_rate"], 2),
-        _estimate(estimates["tokens_per_second"], 1),
-        _estimate(estimates["speedup"], 2, with_interval=True),
+        _interval_text(estimates["acceptance_length"], 2, with_interval=True),
+        _interval_text(estimates["acceptance_rate"], 2),
+        _interval_text(estimates["tokens_per_second"], 1),
+        _interval_text(estimates["speedup"], 2, with_interval=True),
     ]
 
 
-def _estimate(estimate: dict[str, Any], decimals: int, with_interval: bool = False) -> str:
+def _interval_text(estimate: dict[str, Any], decimals: int, with_interval: bool = False) -> str:
     if estimate["value"] is None:
         return "-"
     interval = (
@@ -265,7 +265,7 @@ def _curve(curve: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_json(file: Path, *keys: str) -> dict[str, Any] | None:
+def _known_document(file: Path, *keys: str) -> dict[str, Any] | None:
     """A JSON document with these keys; `None` when there is none, or it is something else of that name."""
     if not file.is_file():
         return None

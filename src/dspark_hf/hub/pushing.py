@@ -16,7 +16,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.hf_api import RepoFile
 
 from ..checkpoints.reading import read_checkpoint
-from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figures_of, is_generated
+from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figure_files, is_generated
 from .custom_generate import FOLDER
 from .training_summary import TRAINING_FILE, TrainingSummary
 
@@ -151,7 +151,7 @@ def _has_weights_of(folder: Path, drafter: Drafter) -> bool:
 
 
 def _copy_companions(source: Path, folder: Path) -> None:
-    names = [*COMPANIONS, CARD_FILE, *figures_of(TrainingSummary.load(source), source)]
+    names = [*COMPANIONS, CARD_FILE, *figure_files(TrainingSummary.load(source), source)]
     for name in names:
         if (source / name).is_file() and not (folder / name).exists():
             shutil.copyfile(source / name, folder / name)

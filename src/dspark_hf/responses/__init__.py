@@ -1,1 +1,7 @@
 """The target's responses to prompts: what a drafter learns from."""
+
+from .regeneration import RegenerationSettings, Regenerator
+from .self_prompting import self_prompt
+from .server import ServerRegenerator
+
+__all__ = ["RegenerationSettings", "Regenerator", "ServerRegenerator", "self_prompt"]

@@ -29,17 +29,17 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..conversations.prompts import (
     Conversation,
     Unanswerable,
     as_conversations,
     check_same_prompts,
-    thinking_switch,
     without_ids,
 )
 from ..conversations.rows import end_token_ids
+from ..conversations.templates import thinking_switch
 from ..storage.json_lines import ResumableLines
 from .decoder import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
 from .progress import Progress
@@ -261,7 +261,8 @@ class Regenerator(ResponseWriter):
         settings: how responses are made.
 
     Example:
-        >>> target, tokenizer = load_target("path/to/target", dtype="bfloat16")
+        >>> target = AutoModelForCausalLM.from_pretrained("path/to/target", dtype="bfloat16")
+        >>> tokenizer = AutoTokenizer.from_pretrained("path/to/target")
         >>> regenerator = Regenerator(target, tokenizer, RegenerationSettings(temperature=0.6, max_new_tokens=256))
         >>> regenerator.run(read_prompts("prompts.jsonl"), "responses.jsonl")
     """
@@ -389,9 +390,3 @@ class Regenerator(ResponseWriter):
         except Unanswerable:  # said when it is asked
             pass
         return length
-
-
-def load_target(path: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer. `dtype` "auto" keeps the checkpoint's; bfloat16 is several times faster where hardware has it."""
-    target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-    return target, AutoTokenizer.from_pretrained(path)

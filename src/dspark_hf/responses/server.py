@@ -22,7 +22,8 @@ from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException
 from typing import Any, NoReturn
 
-from ..conversations.prompts import Conversation, Unanswerable, thinking_switch, without_ids
+from ..conversations.prompts import Conversation, Unanswerable, without_ids
+from ..conversations.templates import thinking_switch
 from .regeneration import DEFAULT_MAX_NEW_TOKENS, RegenerationSettings, ResponseWriter, request_seed
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ _EXPORTS = {
     "DSparkTrainingArguments": ".arguments",
     "add_lora": ".adaptation",
     "cache_features": ".features",
-    "encode_rows": "..conversations.rows",
+    "encode_rows": "..conversations",
     "select_draft_vocabulary": ".draft_vocab",
     "set_draft_vocabulary": ".draft_vocab",
     "warm_start": ".adaptation",

@@ -476,7 +476,7 @@ class _ShardWriter:
             "lengths": [len(row["input_ids"]) for row in found],
             "context_lengths": [len(row["context_features"]) for row in found],
             "law_lengths": [len(row["last_hidden_states"]) for row in found],
-            "digest": _digest(rows),
+            "digest": _rows_digest(rows),
             "sha256": checksum,
         }
 
@@ -533,7 +533,7 @@ def _check_rows(folder: Path, index: dict[str, Any], rows: Sequence[dict[str, An
     start = 0
     for shard in index["shards"]:
         some = rows[start : start + len(shard["lengths"])]
-        if _digest(some) != shard["digest"]:
+        if _rows_digest(some) != shard["digest"]:
             raise ValueError(
                 f"'{folder}/{shard['file']}' was made from other rows than those given: rows may be added at "
                 "the end, not changed. Give another folder."
@@ -542,7 +542,7 @@ def _check_rows(folder: Path, index: dict[str, Any], rows: Sequence[dict[str, An
     return start
 
 
-def _digest(rows: Sequence[dict[str, Any]]) -> str:
+def _rows_digest(rows: Sequence[dict[str, Any]]) -> str:
     content = hashlib.blake2b(digest_size=16)
     for row in rows:
         for key in ("input_ids", "loss_mask"):

@@ -372,7 +372,7 @@ def metric_sums(
     confidence_loss: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """
-    Sums from which [`summarize`] makes the logged numbers; those of several batches are simply added.
+    Sums from which [`summed_metrics`] makes the logged numbers; those of several batches are simply added.
 
     Args:
         counted: `[B, A, J]`, bool.
@@ -409,7 +409,7 @@ def metric_sums(
     return {name: value.detach() for name, value in sums.items()}
 
 
-def summarize(sums: dict[str, torch.Tensor], weights: LossWeights) -> dict[str, float]:
+def summed_metrics(sums: dict[str, torch.Tensor], weights: LossWeights) -> dict[str, float]:
     """
     The logged numbers.
 

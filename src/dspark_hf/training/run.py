@@ -20,8 +20,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration_dspark import DSparkConfig
-from ..conversations.prompts import thinking_switch
 from ..conversations.rows import end_token_ids
+from ..conversations.templates import thinking_switch
 from ..drafter import Drafter
 from ..modeling_dspark import DSparkDrafter
 from ..number_types import floating_dtype
@@ -106,7 +106,7 @@ def train(command: TrainCommand) -> TrainingRun:
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        save_figure(trainer.state.log_history, Path(arguments.output_dir) / FIGURE)
+        save_training_curve(trainer.state.log_history, Path(arguments.output_dir) / FIGURE)
     return TrainingRun(trainer, data, metrics)
 
 
@@ -268,7 +268,7 @@ def take_finished(trainer: DSparkTrainer, checkpoint: str | None) -> bool:
     return finished
 
 
-def save_figure(history: list[dict[str, float]], path: Path) -> None:
+def save_training_curve(history: list[dict[str, float]], path: Path) -> None:
     try:
         with whole_file(path) as part:
             training_figure(history).savefig(part, dpi=120, format="png")

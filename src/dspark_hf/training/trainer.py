@@ -37,7 +37,7 @@ from .arguments import DSparkTrainingArguments
 from .checkpoints import last_checkpoint
 from .collator import FEATURE_KEYS, DSparkCollator
 from .features import CachedFeatureDataset, target_features
-from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summarize
+from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summed_metrics
 from .muon import MuonAdamW, split_parameters
 from .target_logits import logit_rule
 
@@ -278,7 +278,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         if not sums:
             return {}
         sums = {name: self.accelerator.reduce(value, "sum") for name, value in sums.items()}
-        return summarize(sums, self.loss_weights)
+        return summed_metrics(sums, self.loss_weights)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

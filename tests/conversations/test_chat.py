@@ -4,7 +4,7 @@ import pytest
 import tiny_folders
 import torch
 
-from dspark_hf.evaluation import Conversation
+from dspark_hf.conversations import Chat
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def answered(conversation, prompt_ids, answer_ids):
 
 @pytest.mark.parametrize("ends", [True, False], ids=["finished", "cut short"])
 def test_the_second_turn_is_the_first_and_what_the_template_adds(tokenizer, ends):
-    conversation = Conversation(tokenizer, "Be brief.")
+    conversation = Chat(tokenizer, "Be brief.")
     first = conversation.ask("Hi")
     answer = tokenizer("Yes", add_special_tokens=False)["input_ids"]
     assert answered(conversation, first, answer + [tokenizer.eos_token_id] * ends) == "Yes"
@@ -30,7 +30,7 @@ def test_the_second_turn_is_the_first_and_what_the_template_adds(tokenizer, ends
 
 def test_an_answer_is_never_tokenized_again(tokenizer):
     """Ids that no text gives back, such as a letter after padding, stay as they are."""
-    conversation = Conversation(tokenizer)
+    conversation = Chat(tokenizer)
     first = conversation.ask("Hi")
     strange = [tokenizer.pad_token_id, tokenizer.convert_tokens_to_ids("a")]
     answered(conversation, first, strange)
@@ -38,10 +38,11 @@ def test_an_answer_is_never_tokenized_again(tokenizer):
     assert second[0, first.shape[1] : first.shape[1] + 2].tolist() == strange
 
 
-def test_without_a_template_turns_are_plain_text(tokenizer):
+def test_without_a_template_turns_are_plain_text_and_a_warning_says_so(caplog):
     bare = tiny_folders.tokenizer()
-    bare.chat_template = None
-    conversation = Conversation(bare)
+    bare.chat_template, bare.name_or_path = None, "a/base-model-to-chat-with"
+    conversation = Chat(bare)
     first = conversation.ask("Hi")
     answered(conversation, first, bare("Yes")["input_ids"])
-    assert bare.decode(conversation.ask("Why?")[0]) == "Hi\n\nYes\n\nWhy?\n\n"
+    assert bare.decode(conversation.ask("Why?")[0]) == "HiYes\n\nWhy?"
+    assert caplog.text.count("'a/base-model-to-chat-with' has no chat template, so prompts are plain text") == 1

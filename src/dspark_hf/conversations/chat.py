@@ -7,25 +7,28 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from .templates import has_template, opening_tokens
+
 # Stands for an answer while the text that follows it is looked up in the chat template.
 _ANSWER = "\u2402ANSWER\u2403"
 
 
-class Conversation:
+class Chat:
     """
     One chat with the target, turn by turn.
 
     The next turn's prompt is the ids so far, answers exactly as they were generated, plus what the chat template puts
-    after an answer. Tokenizing the whole text anew could split an answer differently, and the cache would not fit.
+    after an answer. Tokenizing the whole text again could split an answer differently, and the cache would not fit.
 
     ```python
-    >>> conversation = Conversation(tokenizer)  # doctest: +SKIP
-    >>> inputs = conversation.ask("Hello!")  # doctest: +SKIP
-    >>> conversation.add_answer(target.generate(**inputs.to(target.device))[0])  # doctest: +SKIP
+    >>> chat = Chat(tokenizer)  # doctest: +SKIP
+    >>> inputs = chat.ask("Hello!")  # doctest: +SKIP
+    >>> chat.add_answer(target.generate(inputs.to(target.device))[0])  # doctest: +SKIP
     ```
 
     Args:
-        tokenizer: With a chat template; without one, turns are joined as plain text.
+        tokenizer: With a chat template. Without one, prompts are plain text that the target continues, later turns follow
+            the answer after a blank line, and a warning says so.
         system: What stands before the first turn.
         template_kwargs: For the chat template; `enable_thinking=False` by default.
     """
@@ -35,14 +38,18 @@ class Conversation:
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.token_ids: list[int] = []
         self._template_kwargs = {"enable_thinking": False} | template_kwargs
+        self._has_template = has_template(
+            tokenizer, "prompts are plain text that the target continues, and turns are separated by a blank line"
+        )
 
     def ask(self, text: str) -> torch.Tensor:
         """Adds a user's turn. Returns the whole prompt, `[1, P]`."""
         self.messages.append({"role": "user", "content": text})
         if not self.token_ids:
-            self.token_ids = self._encode(self._render(self.messages))
+            self.token_ids = opening_tokens(self.tokenizer, self._render(self.messages))
         else:
-            self.token_ids = self.token_ids + self._encode(self._after_answer())
+            ids = self.tokenizer(self._after_answer(), add_special_tokens=False)["input_ids"]
+            self.token_ids = self.token_ids + list(ids)
         return torch.tensor([self.token_ids])
 
     def add_answer(self, output_ids: torch.Tensor) -> str:
@@ -65,6 +72,8 @@ class Conversation:
 
     def _after_answer(self) -> str:
         """The text from the end of the last answer to the start of the next."""
+        if not self._has_template:
+            return "\n\n" + self.messages[-1]["content"]
         messages = [dict(message) for message in self.messages]
         messages[-2]["content"] = _ANSWER
         _, _, rest = self._render(messages).rpartition(_ANSWER)
@@ -73,15 +82,10 @@ class Conversation:
         return rest.removeprefix(last) if self.token_ids[-1] in self.tokenizer.all_special_ids else rest
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        if not self.tokenizer.chat_template:
-            return "\n\n".join(message["content"] for message in messages) + "\n\n"
+        if not self._has_template:
+            return "\n\n".join(message["content"] for message in messages)
         return str(
             self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **self._template_kwargs
             )
         )
-
-    def _encode(self, text: str) -> list[int]:
-        # A chat template writes its own special tokens.
-        add_special_tokens = not self.tokenizer.chat_template and not self.token_ids
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])

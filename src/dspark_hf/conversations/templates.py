@@ -1,0 +1,37 @@
+"""What is the same wherever a tokenizer writes a conversation: the thinking switch, and what happens without a template."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def thinking_switch(enable_thinking: bool | None) -> dict[str, bool]:
+    """The option of a chat template that has such a switch; `None` leaves it to the template."""
+    return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase, otherwise: str) -> bool:
+    """
+    Whether the tokenizer has a chat template; a warning, once, where it has none.
+
+    Args:
+        otherwise: What is done without one, for the warning.
+    """
+    if tokenizer.chat_template is not None:
+        return True
+    logger.warning_once(
+        f"The tokenizer of '{tokenizer.name_or_path}' has no chat template, so {otherwise}. That suits a base model; for an "
+        "instruct model, set tokenizer.chat_template to the template it was trained with."
+    )
+    return False
+
+
+def opening_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that a conversation begins with. A chat template writes the special tokens itself."""
+    if tokenizer.chat_template is not None:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = list(tokenizer(text)["input_ids"])
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # Some tokenizers end every text with it.
