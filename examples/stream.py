@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dspark_hf import DSparkDrafter
 from dspark_hf.conversations import Chat
 from dspark_hf.generation import DraftTintStreamer
-from dspark_hf.generation.registration import CACHE_KEY  # "cache", or "past_key_values" in older transformers
+from dspark_hf.transformers_names import CACHE_KEY  # "cache", or "past_key_values" in older transformers
 
 TURNS = ["Name a famous mathematician and a result of theirs.", "When did they live?"]
 

@@ -172,7 +172,7 @@ def test_what_was_said_before_an_interrupt_stays_in_the_conversation(tmp_path, m
     assert said and whole.startswith(said) and len(said) < len(whole)
     # What follows is what follows that conversation.
     following = broken.answer("Go on", threading.Event())
-    prompt = torch.tensor([broken._conversation.token_ids[:-20]])
+    prompt = torch.tensor([broken._chat.token_ids[:-20]])
     plain = target.generate(prompt, max_new_tokens=20, do_sample=False)
     assert tokenizer.decode(plain[0, -20:], skip_special_tokens=True) == following
 
