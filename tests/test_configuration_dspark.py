@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 import tiny
 from dspark_hf import DSparkConfig
-from dspark_hf.configuration_dspark import spread_layer_ids
+from dspark_hf.configuration_drafter import spread_layer_ids
 
 pytestmark = pytest.mark.integration
 

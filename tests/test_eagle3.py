@@ -39,14 +39,22 @@ def drafter():
 
 
 def test_what_a_chain_does_not_have_is_refused_in_one_message():
-    with pytest.raises(ValueError, match=r"markov_rank=4(.|\n)*sample_from_anchor=False(.|\n)*num_hidden_layers=2"):
-        Eagle3Config(target_layer_ids=[0], markov_rank=4, sample_from_anchor=False, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="Eagle3Config has no markov_rank, sample_from_anchor"):
+        Eagle3Config.for_target(tiny.llama().config, markov_rank=4, sample_from_anchor=False)
+    with pytest.raises(ValueError, match="num_hidden_layers=2: an EAGLE-3 drafter has one layer"):
+        Eagle3Config(target_layer_ids=[0], num_hidden_layers=2)
+
+
+def test_a_configuration_has_the_fields_of_its_kind_alone():
+    config = Eagle3Config.for_target(tiny.llama().config)
+    assert not {"markov_rank", "mask_token_id", "sample_from_anchor", "layer_types"} & config.own_fields().keys()
+    assert not config.gives_confidence
+    assert config.describe()["heads"] == "none"
 
 
 def test_for_target_needs_no_mask_token():
     config = Eagle3Config.for_target(tiny.llama().config)
-    assert (config.mask_token_id, config.block_size, config.num_draft_tokens) == (None, 7, 7)
-    assert config.is_autoregressive
+    assert (config.block_size, config.num_draft_tokens) == (7, 7)
 
 
 # ------------------------------------------------------------------ our own files

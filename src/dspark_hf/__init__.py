@@ -4,14 +4,13 @@
 [`DSparkDrafter`].
 """
 
-from transformers import AutoConfig, AutoModel
-
-from .configuration_dspark import DSparkConfig
-from .configuration_eagle3 import Eagle3Config
-from .drafter import Drafter
+from .drafter import Drafter, DSparkOutput
 from .generation import SpeculationStats, dspark_generate, record_speculation, register, unregister
-from .modeling_dspark import DSparkDrafter, DSparkOutput
-from .modeling_eagle3 import Eagle3Drafter
+from .kinds.dspark.configuration_dspark import DSparkConfig
+from .kinds.dspark.modeling_dspark import DSparkDrafter
+from .kinds.eagle3.configuration_eagle3 import Eagle3Config
+from .kinds.eagle3.modeling_eagle3 import Eagle3Drafter
+from .registry import register_kind
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,11 +24,10 @@ __all__ = [
     "dspark_generate",
     "record_speculation",
     "register",
+    "register_kind",
     "unregister",
 ]
 
-AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
-AutoModel.register(DSparkConfig, DSparkDrafter, exist_ok=True)
-AutoConfig.register(Eagle3Config.model_type, Eagle3Config, exist_ok=True)
-AutoModel.register(Eagle3Config, Eagle3Drafter, exist_ok=True)
+register_kind(DSparkDrafter)
+register_kind(Eagle3Drafter)
 register()

@@ -20,11 +20,11 @@ from transformers.utils import ModelOutput
 from .checkpoints import Export, export, read_checkpoint
 from .checkpoints.engines import launch_command
 from .checkpoints.files import THROUGHPUT_CURVE_NAME
-from .configuration_dspark import DSparkConfig
+from .configuration_drafter import DrafterConfig
 from .embeddings import SharedEmbeddings, target_embeddings
-from .heads import ConfidenceHead, SequentialHead
 from .hub import Commit, push, write_custom_generate
-from .layers import DSparkAttention, DSparkDecoderLayer, DSparkRMSNorm
+from .layers import DSparkAttention, DSparkRMSNorm
+from .registry import drafter_class
 from .scheduling import ThroughputCurve
 from .storage.atomic import whole_files
 
@@ -57,10 +57,9 @@ class Drafter(PreTrainedModel):
     `assistant_confidence_threshold` (a round's drafts end before the first less confident slot).
     """
 
-    config_class = DSparkConfig
+    config_class = DrafterConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkDecoderLayer"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -68,23 +67,11 @@ class Drafter(PreTrainedModel):
     # A checkpoint may hold its own copies of these although the drafter was asked to borrow the target's.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
 
-    # The class of each kind, by the `model_type` of its configuration.
-    _kinds: ClassVar[dict[str, type]] = {}
-
-    config: DSparkConfig
+    config: DrafterConfig
     fc: nn.Linear
     layers: nn.ModuleList
     norm: DSparkRMSNorm
-    markov_head: SequentialHead | None
-    confidence_head: ConfidenceHead | None
-    mask_embedding: nn.Parameter | None
     draft_token_ids: torch.Tensor | None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "config_class" in vars(cls):
-            # Subclasses of a kind inherit its configuration.
-            Drafter._kinds.setdefault(cls.config_class.model_type, cls)
 
     def _add_embeddings(self) -> None:
         """The last step of a kind's `__init__`: what the drafter speaks through, and initial weights."""
@@ -108,21 +95,39 @@ class Drafter(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, DSparkDecoderLayer) and hasattr(module, "layer_scalar"):
-            init.ones_(module.layer_scalar)
         if isinstance(module, DSparkAttention) and module.config.attention_sinks:
             init.zeros_(module.attention_sink_bias)
-        if isinstance(module, Drafter) and module.mask_embedding is not None:
-            init.normal_(module.mask_embedding, std=module.config.initializer_range)
         if isinstance(module, Drafter) and module.draft_token_ids is not None:
             init.copy_(module.draft_token_ids, torch.arange(len(module.draft_token_ids)))
 
     # ------------------------------------------------------------------ what kinds answer differently
 
+    # The attention that training takes on an accelerator by default; `None` for that of inference.
+    training_attention: ClassVar[str | None] = None
+
     @property
     def passes_per_round(self) -> int:
         """Passes of the drafter that a whole round of drafts takes: 1 where all slots are computed together."""
         return 1
+
+    def training_inputs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        keep_anchors: torch.Tensor,
+    ) -> dict[str, Any]:
+        """
+        What `forward` takes of a batch of texts to draft from each anchor, besides `context_features`, `embeddings` and
+        `objective`.
+
+        Args:
+            input_ids: `[B, T]`, padded on the right.
+            attention_mask: False at padding, `[B, T]`.
+            anchor_positions: Index of each anchor in its row, ascending, `[B, A]`; 0 for fillers.
+            keep_anchors: False for the fillers of rows that have fewer anchors than others, `[B, A]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it is trained on.")
 
     # ------------------------------------------------------------------ embeddings
 
@@ -203,7 +208,7 @@ class Drafter(PreTrainedModel):
         cls,
         pretrained_model_name_or_path: Any,
         *model_args: Any,
-        config: DSparkConfig | None = None,
+        config: DrafterConfig | None = None,
         borrow_embeddings: bool = False,
         **kwargs: Any,
     ) -> Drafter:
@@ -212,7 +217,7 @@ class Drafter(PreTrainedModel):
 
         Args:
             pretrained_model_name_or_path: Folder or repository name.
-            config (`DSparkConfig`, *optional*): Used instead of the checkpoint's configuration.
+            config (`DrafterConfig`, *optional*): Used instead of the checkpoint's configuration.
             borrow_embeddings (`bool`): Leave the checkpoint's own embedding and LM head unread and use the target's.
             kwargs: As in [`~transformers.PreTrainedModel.from_pretrained`] (`dtype`, `device_map`, `revision`, ...).
 
@@ -249,9 +254,9 @@ class Drafter(PreTrainedModel):
         return loaded
 
     @classmethod
-    def _class_for(cls, path: Any, config: DSparkConfig) -> type[Drafter]:
+    def _class_for(cls, path: Any, config: DrafterConfig) -> type[Drafter]:
         """This class where it is of a kind, otherwise that of the checkpoint's; `ValueError` when they differ."""
-        kind = Drafter._kinds[config.model_type]
+        kind = drafter_class(config)
         if cls is Drafter:
             return kind
         if not issubclass(cls, kind):
@@ -427,7 +432,7 @@ PUSH_ARGUMENTS = tuple(
 )
 
 
-def check_target(config: DSparkConfig, target: PreTrainedModel) -> None:
+def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
     """
     Refuses a target the drafter was not made for.
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_dspark import DSparkConfig
+from .configuration_drafter import DecoderDrafterConfig
 from .draft_cache import DraftCache
 from .transformers_names import attention_name
 
@@ -41,7 +40,7 @@ class DSparkRotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, config: DSparkConfig):
+    def __init__(self, config: DecoderDrafterConfig):
         super().__init__()
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
@@ -53,7 +52,7 @@ class DSparkRotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(
-        config: DSparkConfig, device: Any = None, **kwargs: Any
+        config: DecoderDrafterConfig, device: Any = None, **kwargs: Any
     ) -> tuple[torch.Tensor, float]:
         """Unscaled inverse frequencies `[rotary_dim / 2]`; transformers calls this by name when it loads weights."""
         parameters = config.rope_parameters or {}
@@ -102,7 +101,7 @@ class DSparkAttention(nn.Module):
 
     is_causal = False  # Read by the interface; every restriction of ours is in the mask.
 
-    def __init__(self, config: DSparkConfig, layer_idx: int, input_size: int | None = None):
+    def __init__(self, config: DecoderDrafterConfig, layer_idx: int, input_size: int | None = None):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -236,7 +235,7 @@ def eager_attention_forward(
 class DSparkMLP(nn.Module):
     """The gated MLP of the target's family."""
 
-    def __init__(self, config: DSparkConfig):
+    def __init__(self, config: DecoderDrafterConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
@@ -245,40 +244,3 @@ class DSparkMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-
-
-class DSparkDecoderLayer(GradientCheckpointingLayer):
-    """A decoder layer of the target's family over block states, with context injected into its attention."""
-
-    def __init__(self, config: DSparkConfig, layer_idx: int):
-        super().__init__()
-        self.sandwich_norms = config.sandwich_norms
-        self.self_attn = DSparkAttention(config, layer_idx)
-        self.mlp = DSparkMLP(config)
-        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.sandwich_norms:
-            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.layer_scalar:
-            self.register_buffer("layer_scalar", torch.ones(1))
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        angles: RotaryAngles,
-        context: KeyValues | DraftCache | None,
-        attention_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Block states `[B, Q, D]` -> block states `[B, Q, D]`; arguments as in [`DSparkAttention`]."""
-        attended = self.self_attn(self.input_layernorm(hidden_states), angles, context, attention_mask)
-        if self.sandwich_norms:
-            hidden_states = hidden_states + self.post_attention_layernorm(attended)
-            transformed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
-            hidden_states = hidden_states + self.post_feedforward_layernorm(transformed)
-        else:
-            hidden_states = hidden_states + attended
-            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        if hasattr(self, "layer_scalar"):
-            hidden_states = hidden_states * self.layer_scalar
-        return hidden_states

@@ -10,7 +10,7 @@ import typer
 from .options import Device, Dtype, Target, Threads
 
 if TYPE_CHECKING:
-    from dspark_hf.configuration_dspark import DSparkConfig
+    from dspark_hf.configuration_drafter import DrafterConfig
     from dspark_hf.training.features import CachePlan
 
 ADVICE = (
@@ -108,9 +108,9 @@ def cache_features(
 
 def config_of(
     drafter: str | None, target: Any, target_layer_ids: str | None, block_size: int, normalizers: bool
-) -> DSparkConfig:
+) -> DrafterConfig:
     """What is tapped, as the configuration of a drafter."""
-    from dspark_hf.configuration_dspark import DSparkConfig
+    from dspark_hf.configuration_drafter import DrafterConfig
 
     if drafter is not None:
         from dspark_hf.drafter import Drafter
@@ -123,11 +123,7 @@ def config_of(
             fields["target_layer_ids"] = [int(layer_id) for layer_id in target_layer_ids.split(",")]
         except ValueError:
             raise typer.BadParameter(f"--target-layer-ids {target_layer_ids}: give numbers, such as 1,9,17.") from None
-    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
-    some_token = next(
-        token_id for token_id in range(text.vocab_size) if token_id not in ends
-    )  # Features have no masks.
-    return DSparkConfig.for_target(target.config, mask_token_id=some_token, **fields)
+    return DrafterConfig.for_target(target.config, **fields)
 
 
 def size_in_words(plan: CachePlan, rows: list[dict[str, Any]]) -> str:

@@ -93,26 +93,25 @@ def _check_in_place(drafter: str) -> None:
     """
     from transformers import PreTrainedConfig
 
-    from dspark_hf.configuration_dspark import DSparkConfig
+    from dspark_hf.registry import config_classes
 
-    is_ours = Path(drafter).is_dir() and PreTrainedConfig.get_config_dict(drafter)[0].get("model_type") == (
-        DSparkConfig.model_type
-    )
-    if not is_ours:
+    is_folder = Path(drafter).is_dir()
+    if not is_folder or PreTrainedConfig.get_config_dict(drafter)[0].get("model_type") not in config_classes():
         raise typer.BadParameter(
-            f"--in-place needs a folder that DSparkDrafter.save_pretrained wrote, and {drafter} is none. Leave it out: the "
+            f"--in-place needs a folder that save_pretrained of a drafter wrote, and {drafter} is not one. Leave it out: the "
             "drafter is then written to the output folder."
         )
 
 
 def _write(drafter: str, calibration: Calibration, output: Path, in_place: bool) -> Path:
     """Puts the temperatures where `from_pretrained` finds them; weights keep the number type that they have."""
-    from dspark_hf.configuration_dspark import DSparkConfig
+    from transformers import AutoConfig
+
     from dspark_hf.drafter import Drafter
     from dspark_hf.storage.atomic import whole_files
 
     if in_place:
-        config = DSparkConfig.from_pretrained(drafter)
+        config = AutoConfig.from_pretrained(drafter)
         config.confidence_temperatures = calibration.temperatures
         with whole_files(drafter) as part:
             config.save_pretrained(part)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from dspark_hf.conversations.chat import Chat
 from dspark_hf.evaluation import BenchSettings
 from dspark_hf.generation import DraftTintStreamer, SpeculationStats, record_speculation
-from dspark_hf.modeling_dspark import DSparkDrafter
+from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
 from dspark_hf.transformers_names import CACHE_KEY
 
 # The colours of DraftTintStreamer, by their names in rich.

@@ -37,7 +37,7 @@ def convert(
     Rewrite a drafter for other software, check the file and print how to serve it.
     """
     from dspark_hf.checkpoints import EXPORT_FORMATS, export
-    from dspark_hf.modeling_dspark import DSparkDrafter
+    from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
 
     from .loading import checked_dtype
 

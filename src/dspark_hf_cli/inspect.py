@@ -68,7 +68,7 @@ def _probe(
     checkpoint: str, target_name: str, hub: dict[str, Any], max_new_tokens: int, dtype: str, device: str | None
 ) -> LayoutProbe:
     from dspark_hf.checkpoints import probe_layout
-    from dspark_hf.modeling_dspark import DSparkDrafter
+    from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
 
     from .loading import load_target
 

@@ -44,8 +44,11 @@ def test_the_format_and_everything_about_it(target, spelling: str, name: str, tm
     assert found.format == name
     assert found.refusal is None
     assert found.config.target_layer_ids == drafter.config.target_layer_ids
-    assert found.slot_layout == f"the anchor predicts: a block of {tiny.BLOCK_SIZE} gives {tiny.BLOCK_SIZE} drafts"
-    assert found.heads == "vanilla Markov head of rank 8, confidence head that reads the Markov embedding"
+    described = found.to_dict()["description"]
+    assert described["drafts"].startswith(
+        f"the anchor predicts: a block of {tiny.BLOCK_SIZE} gives {tiny.BLOCK_SIZE} drafts"
+    )
+    assert described["heads"] == "vanilla Markov head of rank 8, confidence head that reads the Markov embedding"
     own = drafter.num_parameters()
     embeddings = 2 * tiny.VOCAB_SIZE * tiny.HIDDEN_SIZE if spelling == "DeepSpec" else 0
     assert found.num_parameters == own + embeddings

@@ -15,7 +15,6 @@ from dspark_hf.training.anchors import (
     sample_anchors,
 )
 from dspark_hf.training.collator import DSparkCollator
-from dspark_hf.training.trainer import block_inputs
 
 
 def row(length: int, prompt: int, seed: int = 0, holes: tuple[int, ...] = ()) -> dict:
@@ -95,10 +94,11 @@ def test_a_response_of_three_tokens_gives_two_blocks():
 
 @pytest.mark.parametrize("from_anchor", [True, False], ids=["anchor_slot_predicts", "anchor_slot_unused"])
 def test_a_block_is_its_anchor_and_masks_at_consecutive_positions(from_anchor):
-    config = tiny.drafter_config(tiny.qwen3(), sample_from_anchor=from_anchor)
+    drafter = tiny.random_drafter(tiny.qwen3(), sample_from_anchor=from_anchor)
+    config = drafter.config
     ids = torch.arange(100, 120)[None]
     anchors = Anchors(torch.tensor([[3, 17]]), torch.ones(1, 2, dtype=torch.bool))
-    block = block_inputs(config, ids, anchors)
+    block = drafter.block_inputs(ids, anchors.positions)
     mask = tiny.MASK_ID
     assert block["block_ids"].tolist() == [[103, mask, mask, mask, 117, mask, mask, mask]]
     assert block["position_ids"].tolist() == [[3, 4, 5, 6, 17, 18, 19, 20]]

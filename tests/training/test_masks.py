@@ -6,7 +6,6 @@ import torch
 import tiny
 from dspark_hf.training.anchors import Anchors
 from dspark_hf.training.features import target_features
-from dspark_hf.training.trainer import block_inputs, training_masks
 
 BLOCK = tiny.BLOCK_SIZE
 ANCHORS = Anchors(torch.tensor([[4, 7, 8, 15], [3, 5, 0, 0]]), torch.tensor([[True] * 4, [True, True, False, False]]))
@@ -28,7 +27,7 @@ def batch():
 
 def hidden_states(drafter, target, ids, attention_mask, attention="sdpa", block_ids=None, features=None):
     drafter.set_attn_implementation(attention)
-    inputs = block_inputs(drafter.config, ids, ANCHORS)
+    inputs = drafter.training_inputs(ids, attention_mask, *ANCHORS)
     inputs["block_ids"] = inputs["block_ids"] if block_ids is None else block_ids
     features = target_features(target, drafter.config, ids).context_features if features is None else features
     # Compiling flex_attention takes longer than all other tests together.
@@ -36,7 +35,6 @@ def hidden_states(drafter, target, ids, attention_mask, attention="sdpa", block_
         return drafter(
             **inputs,
             context_features=features,
-            attention_mask=training_masks(drafter.config, ANCHORS, attention_mask),
             embeddings=drafter.bind(target),
         ).last_hidden_state
 
@@ -64,7 +62,7 @@ def test_a_token_in_one_block_changes_no_other(changed, family, batch):
     target = tiny.qwen3()
     drafter = tiny.random_drafter(target, **FAMILIES[family])
     before = hidden_states(drafter, target, *batch)
-    block_ids = block_inputs(drafter.config, batch[0], ANCHORS)["block_ids"]
+    block_ids = drafter.block_inputs(batch[0], ANCHORS.positions)["block_ids"]
     block_ids[:, changed * BLOCK + 2] = 33
     after = hidden_states(drafter, target, *batch, block_ids=block_ids)
     differs = differences(before, after).view(2, 4, BLOCK)
@@ -91,7 +89,7 @@ def test_padding_is_invisible_and_a_block_in_a_batch_is_the_block_drafted_alone(
     expected = hidden_states(drafter, target, *batch)[1].view(4, BLOCK, -1)
     for index, anchor in enumerate((3, 5)):
         ids = batch[0][1:, : anchor + 1]
-        inputs = block_inputs(drafter.config, ids, Anchors(torch.tensor([[anchor]]), torch.tensor([[True]])))
+        inputs = drafter.block_inputs(ids, torch.tensor([[anchor]]))
         features = target_features(target, drafter.config, batch[0][1:, :12]).context_features[:, :anchor]
         alone = drafter(**inputs, context_features=features, embeddings=drafter.bind(target)).last_hidden_state[0]
         torch.testing.assert_close(alone, expected[index], rtol=1e-4, atol=1e-5)

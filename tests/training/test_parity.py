@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dspark_hf import DSparkDrafter
 from dspark_hf.training.anchors import Anchors, anchor_candidates, counted_drafts, position_weights
 from dspark_hf.training.arguments import DSparkTrainingArguments
-from dspark_hf.training.trainer import DSparkTrainer, training_masks
+from dspark_hf.training.trainer import DSparkTrainer
 
 SHARED = Path(os.environ.get("DSPARK_HF_SHARED") or Path(__file__).parents[3] / "shared")
 CASES = ("a_qwen3_vanilla_confmarkov", "c_qwen3_rnn_confmarkov", "d_qwen3_dflash", "f_gemma4_vanilla_confmarkov")
@@ -52,7 +52,7 @@ def test_losses_and_gradients_equal_those_of_the_reference(name, chunk_size, tmp
     assert torch.equal(batch["draft_weights"] > 0, vectors["eval_mask"])
     assert torch.equal(anchor_candidates(vectors["batch.loss_mask"])[:, :-1], vectors["anchor_candidate_mask"])
     anchors = Anchors(batch["anchor_positions"], batch["keep_anchors"])
-    masks = training_masks(drafter.config, anchors, batch["attention_mask"])
+    masks = drafter.training_masks(batch["attention_mask"], *anchors)
     reference_mask = vectors["dense_attention_mask"]
     assert torch.equal(next(iter(masks.values()))[0], reference_mask[0])
     # A filler block may see only itself; what the reference lets it see carries no meaning.

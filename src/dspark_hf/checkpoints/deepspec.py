@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
-from .engines import layer_family
+from ..kinds.dspark.configuration_dspark import DSparkConfig
 from .fields import decoder_dict, flat_config, head_dict
 from .files import TensorInfo
 
@@ -55,8 +54,8 @@ def gemma4_options(config: dict[str, Any]) -> dict[str, Any]:
 
 def limits(config: DSparkConfig) -> Iterator[str]:
     """What DeepSpec's own classes do not know of this drafter."""
-    if layer_family(config) not in ("qwen3", "gemma4"):
-        yield f"its draft layers are Qwen3's or Gemma 4's, not {layer_family(config) or 'this combination of layer options'}"
+    if config.layer_family not in ("qwen3", "gemma4"):
+        yield f"its draft layers are Qwen3's or Gemma 4's, not {config.layer_family or 'this combination of layer options'}"
     if not config.sample_from_anchor:
         yield "the anchor predicts in all of its drafters"
     if "sliding_attention" in (config.layer_types or ()) or config.is_causal:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
-from ..configuration_eagle3 import Eagle3Config
-from .fields import Fields, flat_config
+from ..kinds.eagle3.configuration_eagle3 import Eagle3Config
+from .fields import Fields, layer_fields
 from .files import TensorInfo
 from .speculators import decoder_fields, verifier
 
@@ -28,7 +27,7 @@ def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
     return named or config.get("speculators_model_type") == "eagle3" or TENSOR in tensors
 
 
-def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
+def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Eagle3Config:
     """
     Raises:
         ValueError: when the taps are not named, or the layer is not EAGLE-3's.
@@ -50,13 +49,11 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSpar
             "config.json."
         )
     taps = {} if inputs is None else {"eagle_aux_hidden_state_layer_ids": inputs}
-    return flat_config(
-        config | taps | {"layer_types": None, "sliding_window": None, "use_swa": None},
-        tensors,
-        sample_from_anchor=True,
-        family="qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama",
-        block_size=fields.get("ttt_length", default=BLOCK_SIZE),
-        config_class=Eagle3Config,
-        norm_before_residual=bool(fields.get("norm_before_residual")),
-        target_name_or_path=fields.get("target_name_or_path", "target_model_name_or_path"),
-    )
+    has_query_norms = "layers.0.self_attn.q_norm.weight" in tensors
+    own = layer_fields(config | taps, tensors, Eagle3Config.layer_families["qwen3" if has_query_norms else "llama"])
+    own |= {
+        "block_size": fields.get("block_size", "ttt_length", default=BLOCK_SIZE),
+        "norm_before_residual": bool(fields.get("norm_before_residual")),
+        "target_name_or_path": fields.get("target_name_or_path", "target_model_name_or_path"),
+    }
+    return Eagle3Config(**own)

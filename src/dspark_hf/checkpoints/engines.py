@@ -10,21 +10,11 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..configuration_dspark import LAYER_FAMILIES, DSparkConfig
+from ..kinds.dspark.configuration_dspark import DSparkConfig
 
 # The format names of `reading.FORMATS`, and of files written for the engines.
 DEEPSPEC, ENGINE_FILE, SPECULATORS, MODELOPT = "DeepSpec", "vLLM and SGLang", "speculators", "ModelOpt"
 ZLAB, SPECFORGE, GGUF = "z-lab DFlash", "SpecForge", "GGUF"
-
-
-def layer_family(config: DSparkConfig) -> str | None:
-    """The family in `LAYER_FAMILIES` that a drafter's layers are of; `None` for a combination of its own."""
-    options = {name for family in LAYER_FAMILIES.values() for name in family}
-    ours = {name: getattr(config, name) for name in options}
-    defaults = {name: getattr(DSparkConfig, name) for name in options}
-    family = next((name for name, family in LAYER_FAMILIES.items() if ours == defaults | family), None)
-    of_gemma_alone = config.attention_k_eq_v and family != "gemma4"
-    return None if of_gemma_alone or config.mlp_bias else family
 
 
 def is_plain_dflash(config: DSparkConfig) -> bool:
@@ -32,7 +22,12 @@ def is_plain_dflash(config: DSparkConfig) -> bool:
 
 
 def obstacles(config: DSparkConfig, format_name: str) -> dict[str, list[str]]:
-    """For each engine, every reason it cannot serve such a drafter in a file of such a format; none when it can."""
+    """
+    For each engine, every reason it cannot serve such a drafter in a file of such a format; an empty list when it can. No
+    engines for kinds of drafter whose files are not written for any: what engines make of them is not examined here.
+    """
+    if not config.export_formats:
+        return {}
     return {engine: list(test(config, format_name)) for engine, test in TESTS.items()}
 
 
@@ -44,9 +39,9 @@ def _vllm(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield f"it loads vanilla sequential heads only, not {config.markov_head_type} ones"
     if not config.markov_rank and config.sample_from_anchor:
         yield "it has no method for a drafter without sequential head whose anchor predicts"
-    if layer_family(config) == "gemma4" and config.draft_vocab_size:
+    if config.layer_family == "gemma4" and config.draft_vocab_size:
         yield "it serves Gemma 4 drafters with the full vocabulary only"
-    if layer_family(config) == "gemma4" and format_name not in (DEEPSPEC, ENGINE_FILE):
+    if config.layer_family == "gemma4" and format_name not in (DEEPSPEC, ENGINE_FILE):
         yield "it reads Gemma 4 drafters in DeepSpec's format only"
 
 
@@ -54,7 +49,7 @@ def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
     if format_name not in (DEEPSPEC, ENGINE_FILE, ZLAB):
         yield f"it does not read {format_name} files: convert to vllm-sglang"
     yield from unknown_to_engines(config)
-    if layer_family(config) == "gemma4":
+    if config.layer_family == "gemma4":
         yield "it has no Gemma 4 drafter"
     if config.draft_vocab_size:
         yield "it has no reduced draft vocabulary"
@@ -72,7 +67,7 @@ def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
 
 def unknown_to_engines(config: DSparkConfig, mixed_causality: bool = False) -> Iterator[str]:
     """What no engine knows of a drafter."""
-    family = layer_family(config)
+    family = config.layer_family
     if family not in ("qwen3", "gemma4"):
         yield f"it knows Qwen3 and Gemma 4 draft layers, not {family or 'this combination of layer options'}"
     if family != "gemma4" and config.embedding_scale != 1.0:
@@ -91,7 +86,7 @@ def _tensorrt(config: DSparkConfig, format_name: str) -> Iterator[str]:
     if format_name != MODELOPT:
         yield f"it does not read {format_name} files: convert to modelopt"
     yield from unknown_to_engines(config)
-    if layer_family(config) == "gemma4":
+    if config.layer_family == "gemma4":
         yield "it has no Gemma 4 drafter"
     if config.markov_head_type == "rnn" and config.markov_rank:
         yield "it loads no rnn heads"
@@ -105,7 +100,7 @@ def _llama_cpp(config: DSparkConfig, format_name: str) -> Iterator[str]:
     if format_name not in (DEEPSPEC, ENGINE_FILE, SPECULATORS, SPECFORGE, ZLAB, GGUF):
         yield f"its converter does not read {format_name} files: convert to vllm-sglang or speculators first"
     yield from unknown_to_engines(config)
-    if layer_family(config) == "gemma4":
+    if config.layer_family == "gemma4":
         yield "it has no Gemma 4 drafter"
     if config.markov_rank and config.markov_head_type != "vanilla":
         yield f"it loads vanilla sequential heads only, not {config.markov_head_type} ones"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..configuration_dspark import LAYER_FAMILIES, DSparkConfig
+from ..kinds.dspark.configuration_dspark import DSparkConfig
 from .files import TensorInfo
 
 SECTIONS = ("dspark_config", "dflash_config")
@@ -33,7 +33,6 @@ PLAIN = (
     "mlp_bias",
     "max_position_embeddings",
     "initializer_range",
-    "layer_types",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -80,27 +79,16 @@ class Fields:
         return values
 
 
-def flat_config(
-    config: dict[str, Any],
-    tensors: dict[str, TensorInfo],
-    *,
-    sample_from_anchor: bool,
-    family: str = "qwen3",
-    block_size: int | None = None,
-    config_class: type[DSparkConfig] = DSparkConfig,
-    **overrides: Any,
-) -> DSparkConfig:
+def layer_fields(
+    config: dict[str, Any], tensors: dict[str, TensorInfo], layer_options: dict[str, Any]
+) -> dict[str, Any]:
     """
-    The configuration of a drafter whose file has the layer fields at the top level.
+    The fields of [`~dspark_hf.configuration_drafter.DecoderDrafterConfig`] that a file has at its top level.
 
     Args:
         config: The raw `config.json`.
         tensors: What the files hold, under the drafter's names.
-        sample_from_anchor: The slot layout of files of this format that do not name theirs.
-        family: The decoder layers, a key of `LAYER_FAMILIES`.
-        block_size: The block size of files of this format that do not name theirs; `None` where they have to.
-        config_class: The configuration of the drafter's kind.
-        overrides: Fields of `DSparkConfig` that the format decides.
+        layer_options: The options of the family that the decoder layers are of.
 
     Raises:
         ValueError: when a field that cannot be guessed is missing, or two spellings of one contradict each other.
@@ -109,7 +97,7 @@ def flat_config(
         raise ValueError(f"The drafter's configuration lacks {', '.join(missing)}.")
     fields = Fields(config)
     own: dict[str, Any] = {name: config[name] for name in (*GEOMETRY, *PLAIN) if config.get(name) is not None}
-    own |= LAYER_FAMILIES[family]
+    own |= layer_options
     own |= {
         "head_dim": config.get("head_dim"),
         "hidden_act": config.get("hidden_act") or config.get("hidden_activation") or "silu",
@@ -119,13 +107,43 @@ def flat_config(
         "attention_sinks": any(name.endswith(".attention_sink_bias") for name in tensors),
         "value_scale": fields.get("attention_value_scale", default=1.0),
         "embedding_scale": fields.get("input_embedding_scale", default=1.0),
-        "has_mask_embedding": "mask_embedding" in tensors,
         "logit_scale": logit_scale(fields),
         "final_logit_softcapping": fields.get("final_logit_softcapping"),
         "target_layer_ids": target_layer_ids(fields),
         "target_hidden_size": fields.get("target_hidden_size"),
         "num_target_layers": fields.get("target_num_hidden_layers", "num_target_layers"),
         "target_name_or_path": fields.get("target_name_or_path"),
+    }
+    return own | vocabulary(fields, tensors, own["vocab_size"])
+
+
+def flat_config(
+    config: dict[str, Any],
+    tensors: dict[str, TensorInfo],
+    *,
+    sample_from_anchor: bool,
+    family: str = "qwen3",
+    block_size: int | None = None,
+    **overrides: Any,
+) -> DSparkConfig:
+    """
+    The configuration of a DSpark or DFlash drafter whose file has the layer fields at the top level.
+
+    Args:
+        config: The raw `config.json`.
+        tensors: What the files hold, under the drafter's names.
+        sample_from_anchor: The slot layout of files of this format that do not name theirs.
+        family: The decoder layers, a key of `DSparkConfig.layer_families`.
+        block_size: The block size of files of this format that do not name theirs; `None` where they have to.
+        overrides: Fields of `DSparkConfig` that the format decides.
+
+    Raises:
+        ValueError: when a field that cannot be guessed is missing, or two spellings of one contradict each other.
+    """
+    fields = Fields(config)
+    own = layer_fields(config, tensors, DSparkConfig.layer_families[family])
+    own |= {
+        "has_mask_embedding": "mask_embedding" in tensors,
         "block_size": fields.get("block_size", default=block_size),
         "mask_token_id": fields.get("mask_token_id", "noise_token_id", "pard_token", "ptd_token_id"),
         "sample_from_anchor": slot_layout(fields, sample_from_anchor),
@@ -133,10 +151,9 @@ def flat_config(
     }
     if own["block_size"] is None:
         raise ValueError("The drafter's configuration lacks block_size: pass the one it was trained with in config=.")
-    own |= windows(fields, own)
+    own |= windows(fields, config.get("layer_types") or ["full_attention"] * own["num_hidden_layers"])
     own |= heads(fields, tensors, own["hidden_size"])
-    own |= vocabulary(fields, tensors, own["vocab_size"])
-    return config_class(**(own | overrides))
+    return DSparkConfig(**(own | overrides))
 
 
 def decoder_dict(config: DSparkConfig) -> dict[str, Any]:
@@ -235,10 +252,9 @@ def slot_layout(fields: Fields, default: bool) -> bool:
     return bool(said[0]) if said else default
 
 
-def windows(fields: Fields, own: dict[str, Any]) -> dict[str, Any]:
+def windows(fields: Fields, layer_types: list[str]) -> dict[str, Any]:
     """`layer_types` and `sliding_window`; `use_swa` makes every layer slide whatever the copied layer types say."""
     window = fields.get("swa_window_size", "sliding_window")
-    layer_types = own.get("layer_types") or ["full_attention"] * own["num_hidden_layers"]
     if fields.get("use_swa") and "sliding_attention" not in layer_types:
         layer_types = ["sliding_attention"] * len(layer_types)
     slides = "sliding_attention" in layer_types

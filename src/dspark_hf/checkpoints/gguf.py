@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
-from ..configuration_dspark import LAYER_FAMILIES, DSparkConfig
+from ..kinds.dspark.configuration_dspark import DSparkConfig
 from .fields import Fields, heads, vocabulary
 from .files import TensorInfo
 
@@ -133,7 +133,7 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSp
     slides = get("attention.sliding_window_pattern", [bool(window)] * num_layers)
     layer_types = ["sliding_attention" if slide else "full_attention" for slide in slides[:num_layers]]
     return DSparkConfig(
-        **LAYER_FAMILIES["qwen3"],
+        **DSparkConfig.layer_families["qwen3"],
         **heads(Fields(declared), tensors, hidden_size),
         **vocabulary(Fields({}), tensors, vocab_size),
         vocab_size=vocab_size,

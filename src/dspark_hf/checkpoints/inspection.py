@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from . import engines
 from .fields import Fields
 from .reading import OPTIONAL_TENSORS, Checkpoint, read_checkpoint
@@ -41,7 +41,7 @@ class Inspection:
     path: str
     format: str
     refusal: str | None = None
-    config: DSparkConfig | None = None
+    config: DrafterConfig | None = None
     num_parameters: int = 0
     num_bytes: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)
@@ -49,23 +49,14 @@ class Inspection:
     engines: dict[str, list[str]] = field(default_factory=dict)
     embedded: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def slot_layout(self) -> str | None:
-        """Which slots of a block predict, in words."""
-        return None if self.config is None else slots_in_words(self.config)
-
-    @property
-    def heads(self) -> str | None:
-        """The sequential and the confidence head, in words."""
-        return None if self.config is None else heads_in_words(self.config)
-
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON has."""
+        """Everything, in types that JSON has; `description` is the configuration in words."""
         shown = {name: value for name, value in vars(self).items() if name != "config"}
         if (config := self.config) is not None:
             shown["config"] = config.to_dict()
             shown["hidden_state_indices"] = config.hidden_state_indices
-        return shown | {"slot_layout": self.slot_layout, "heads": self.heads}
+            shown["description"] = config.describe()
+        return shown
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -77,47 +68,15 @@ class Inspection:
         for name, value in self.embedded.items():
             yield f"  {name}: {value}"
         if (config := self.config) is not None:
-            yield f"  target: {config.target_name_or_path or 'not named'}, {config.num_target_layers or 'unknown'} layers"
-            family = engines.layer_family(config) or "a combination of its own"
-            yield (
-                f"  layers: {config.num_hidden_layers} ({family}), hidden size {config.hidden_size}, "
-                f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}, "
-                f"MLP {config.intermediate_size}"
-            )
-            attention = Counter(
-                f"{kind.removesuffix('_attention')}{' causal' if config.layer_is_causal(i) else ''}"
-                for i, kind in enumerate(config.layer_types or ())
-            )
-            window = f", window {config.sliding_window}" if config.sliding_window else ""
-            yield f"  attention: {', '.join(f'{count} {kind}' for kind, count in attention.items())}{window}"
-            yield f"  slots: {self.slot_layout}; mask token {config.mask_token_id}"
-            yield f"  taps: outputs of layers {config.target_layer_ids} = hidden_states{config.hidden_state_indices}"
-            yield f"  heads: {self.heads}"
-            yield f"  vocabulary: {config.vocab_size}" + (
-                f", drafts from {config.draft_vocab_size} of it" if config.draft_vocab_size else ""
-            )
+            yield f"  method: {config.method}"
+            yield f"  target: {config.target_name_or_path or 'not named'}"
+            yield from (f"  {topic}: {words}" for topic, words in config.describe().items())
         if self.num_parameters:
             kinds = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
             yield f"  size: {self.num_parameters:,} parameters, {self.num_bytes / 1e9:.2f} GB ({kinds} tensors)"
         yield from (f"  odd: {oddity}" for oddity in self.oddities)
         for engine, reasons in self.engines.items():
             yield f"  {engine}: {'no, ' + '; '.join(reasons) if reasons else 'yes'}"
-
-
-def slots_in_words(config: DSparkConfig) -> str:
-    """Which slots of a block predict."""
-    predicts = "predicts" if config.sample_from_anchor else "predicts nothing"
-    return f"the anchor {predicts}: a block of {config.block_size} gives {config.num_draft_tokens} drafts"
-
-
-def heads_in_words(config: DSparkConfig) -> str:
-    """The sequential and the confidence head."""
-    rank, kind = config.markov_rank, config.markov_head_type
-    said = f"{kind} Markov head of rank {rank}" if rank else "no Markov head"
-    if not config.enable_confidence_head:
-        return f"{said}, no confidence head"
-    reads = " that reads the Markov embedding" if config.confidence_head_with_markov else ""
-    return f"{said}, confidence head{reads}"
 
 
 def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
@@ -165,7 +124,7 @@ def engine_obstacles(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return reasons
 
 
-def _misread(engine: str, config: DSparkConfig, raw: dict[str, Any]) -> Iterator[str]:
+def _misread(engine: str, config: Any, raw: dict[str, Any]) -> Iterator[str]:
     advice = "convert to vllm-sglang"
     if config.markov_rank and raw.get("markov_rank") is None:
         yield f"it reads markov_rank at the top level only: {advice}"
@@ -213,7 +172,7 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"{', '.join(pickles)} beside it: pickle files are not read"
 
 
-def _odd_taps(config: DSparkConfig) -> Iterator[str]:
+def _odd_taps(config: DrafterConfig) -> Iterator[str]:
     ids = config.target_layer_ids or []
     if ids[0] == -1:
         yield "it taps the embedding output (layer -1), which SGLang cannot"

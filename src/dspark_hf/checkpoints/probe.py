@@ -16,7 +16,7 @@ from ..draft_cache import DraftCache
 from ..transformers_names import context_features, output_hidden_states
 
 if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
+    from ..kinds.dspark.modeling_dspark import DSparkDrafter
 
 
 @dataclass

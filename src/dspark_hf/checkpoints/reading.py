@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from . import deepspec, dspark, eagle3, gguf, modelopt, muse_glimmer, specforge, speculators, zlab
 from .fields import draft_token_ids
 from .files import (
@@ -83,7 +83,7 @@ class Checkpoint:
 
     path: Any
     format_name: str
-    config: DSparkConfig
+    config: DrafterConfig
     tensors: dict[str, TensorInfo]
     source: Source
     beside: dict[str, TensorInfo]
@@ -134,7 +134,7 @@ class Checkpoint:
 
 
 def read_checkpoint(
-    path: Any, config: DSparkConfig | None, kwargs: dict[str, Any], headers_only: bool = False
+    path: Any, config: DrafterConfig | None, kwargs: dict[str, Any], headers_only: bool = False
 ) -> Checkpoint:
     """
     Finds a checkpoint, recognises its format and reads its configuration and tensor index; no weights are read.
@@ -195,7 +195,7 @@ def open_source(
 
 def translated_config(
     path: Any, reader: ModuleType, raw: dict[str, Any], tensors: dict[str, TensorInfo]
-) -> DSparkConfig:
+) -> DrafterConfig:
     """
     The drafter's configuration.
 
@@ -203,7 +203,7 @@ def translated_config(
         ValueError: when it cannot be made of what the files say.
     """
     try:
-        config: DSparkConfig = reader.read_config(raw, tensors)
+        config: DrafterConfig = reader.read_config(raw, tensors)
         config.check()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         said = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
+from ..kinds.dspark.configuration_dspark import DSparkConfig
 from .fields import Fields, flat_config
 from .files import TensorInfo
 

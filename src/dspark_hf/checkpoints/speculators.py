@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ..configuration_dspark import DSparkConfig
-from .engines import layer_family, unknown_to_engines
+from ..kinds.dspark.configuration_dspark import DSparkConfig
+from .engines import unknown_to_engines
 from .fields import decoder_dict, flat_config, head_dict
 from .files import TensorInfo
 
@@ -78,7 +78,7 @@ def verifier(config: dict[str, Any]) -> str | None:
 def limits(config: DSparkConfig) -> Iterator[str]:
     """What the speculators package does not know of this drafter."""
     yield from unknown_to_engines(config, mixed_causality=True)
-    if layer_family(config) == "gemma4":
+    if config.layer_family == "gemma4":
         yield "its draft layers are Qwen3's"
     if config.attention_sinks or config.rotary_interleaved:
         yield "it has no attention sinks and no interleaved rotation"

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from ..configuration_dspark import DSparkConfig
 from ..embeddings import target_embeddings
+from ..kinds.dspark.configuration_dspark import DSparkConfig
 from ..storage.atomic import whole_files
 from . import deepspec, engine_file, engines, modelopt, speculators
 from .reading import read_checkpoint
 
 if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
+    from ..kinds.dspark.modeling_dspark import DSparkDrafter
 
 EXPORT_FORMATS = ("deepspec", "vllm-sglang", "speculators", "modelopt")
 
@@ -136,10 +136,9 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
 
 def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
     """Raises `ValueError` when what a format is for does not know this drafter, or every engine it is for refuses it."""
-    if config.is_autoregressive:
+    if format not in config.export_formats:
         raise ValueError(
-            f"The {format} format is for block drafters, and this is an EAGLE-3 drafter: leave format= out to save it for "
-            "this library."
+            f"The {format} format cannot hold {config.method} drafters: leave format= out to save it for this library."
         )
     if format in LIMITS and (unknown := list(LIMITS[format](config))):
         raise ValueError(

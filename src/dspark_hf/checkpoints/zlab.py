@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..configuration_dspark import DSparkConfig
+from ..kinds.dspark.configuration_dspark import DSparkConfig
 from .fields import Fields, flat_config, rotation
 from .files import TensorInfo
 

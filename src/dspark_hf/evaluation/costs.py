@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..drafter import Drafter
-from ..generation.eagle3_candidate_generator import generator_of
+from ..generation.generators import generator_of
 from ..generation.requirements import curve_of
 from ..scheduling import ThroughputCurve
 from ..scheduling.throughput_curve import DEFAULT_TOKEN_COUNTS

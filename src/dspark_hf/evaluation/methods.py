@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..modeling_dspark import DSparkDrafter
+from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from ..scheduling import ThroughputCurve, build_scheduler
 from ..transformers_names import DFLASH_READS_LAYER_INPUTS
 

@@ -26,7 +26,6 @@ from ..training.anchors import Anchors, anchor_candidates, draft_positions, gath
 from ..training.features import TargetFeatures, target_features
 from ..training.losses import draft_indices
 from ..training.target_logits import LogitRule, logit_rule
-from ..training.trainer import drafting_inputs
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def teacher_forced_logits(
     """The drafter's logits `[B, A, J, V_draft]` where the tokens before each draft are those of the text."""
     embeddings = drafter.bind(target)
     output = drafter(
-        **drafting_inputs(drafter.config, input_ids, torch.ones_like(input_ids), anchors),
+        **drafter.training_inputs(input_ids, torch.ones_like(input_ids), *anchors),
         context_features=context_features,
         embeddings=embeddings,
     )

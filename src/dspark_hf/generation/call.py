@@ -16,7 +16,7 @@ from ..transformers_names import is_callers_cache, pad_token_of
 from .batch_steps import BatchSteps
 from .candidate_generator import DSparkCandidateGenerator
 from .context_memory import remember
-from .eagle3_candidate_generator import generator_of
+from .generators import generator_of
 from .logits_process import is_rowwise
 from .output import Output
 from .requirements import backoff_of, check_call, draft_settings, unwrap_drafter

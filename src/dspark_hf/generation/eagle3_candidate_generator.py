@@ -9,9 +9,8 @@ import torch
 from transformers import LogitsProcessor
 
 from ..draft_cache import DraftCache
-from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings
-from ..modeling_eagle3 import Eagle3Drafter
+from ..kinds.eagle3.modeling_eagle3 import Eagle3Drafter
 from .candidate_generator import DSparkCandidateGenerator
 from .draft_context import DraftContext
 
@@ -139,8 +138,3 @@ class Eagle3CandidateGenerator(DSparkCandidateGenerator):
         self.head.begin_chain(states, self.context.next_positions(1)[:, 0], self.context.cache)
         zeros = states.new_zeros((), dtype=torch.float32)
         return states[:, None], zeros.expand(len(states), num_drafts, self.drafter.config.logits_size)
-
-
-def generator_of(drafter: Drafter) -> type[DSparkCandidateGenerator]:
-    """The class that drafts with a drafter of this kind."""
-    return Eagle3CandidateGenerator if drafter.config.is_autoregressive else DSparkCandidateGenerator

@@ -6,7 +6,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
-from ..heads import SequentialHead
+from ..kinds.dspark.heads import SequentialHead
 
 # These look at the scores alone, so all positions of a round can be processed in one call.
 _ROWWISE = (

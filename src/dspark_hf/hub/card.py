@@ -15,12 +15,10 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from ..checkpoints.inspection import heads_in_words, slots_in_words
 from ..storage.atomic import write_text
 from .training_summary import TrainingSummary
 
 if TYPE_CHECKING:
-    from ..configuration_dspark import DSparkConfig
     from ..drafter import Drafter
 
 CARD_FILE, BENCHMARK_FILE, CURVE_FILE = "README.md", "results.json", "throughput_curve.json"
@@ -68,7 +66,7 @@ def build_card(
     training = TrainingSummary.load(folder)
     benchmark = _known_document(folder / BENCHMARK_FILE, "settings", "environment", "results", "identity")
     curve = _known_document(folder / CURVE_FILE, "token_counts", "pass_s")
-    method = method_of(config)
+    method = config.method
     listed_under = base_model if adapts is None else adapts if is_hub_name(adapts) else None
     all_tags = [
         "speculative-decoding",
@@ -175,31 +173,11 @@ def architecture_of(drafter: Drafter) -> dict[str, Any]:
         name for name, held in (("embedding", config.has_embed_tokens), ("LM head", config.has_lm_head)) if held
     )
     size = sum(parameter.numel() * parameter.element_size() for parameter in drafter.parameters())
-    rows: dict[str, Any] = {
-        "Draft layers": f"{config.num_hidden_layers}, hidden size {config.hidden_size}, "
-        f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}, "
-        f"MLP {config.intermediate_size}",
-        "Tapped target layers": f"after {', '.join(map(str, config.target_layer_ids or []))}"
-        + (f" of {config.num_target_layers}" if config.num_target_layers else ""),
-        "Slots": slots_in_words(config),
-        "Heads": heads_in_words(config),
-        "Vocabulary": f"{config.vocab_size:,}"
-        + (f", drafts from {config.draft_vocab_size:,} of them" if config.draft_vocab_size else ""),
-        "Mask token": config.mask_token_id,
+    return {topic.capitalize(): words for topic, words in config.describe().items()} | {
         "Embedding and LM head": f"{own} of its own" if own else "the target's, by reference",
         "Size": f"{drafter.num_parameters():,} parameters, {size / 1e6:,.1f} MB "
         f"({str(drafter.dtype).removeprefix('torch.')})",
     }
-    if window := config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None:
-        rows["Sliding window"] = window
-    return rows
-
-
-def method_of(config: DSparkConfig) -> str:
-    """What this kind of drafter is called."""
-    if "eagle3" in config.model_type:
-        return "EAGLE-3"
-    return "DSpark" if config.markov_rank else "DFlash"
 
 
 def figure_files(training: TrainingSummary | None, folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.utils import logging
 
 if TYPE_CHECKING:
-    from ..modeling_dspark import DSparkDrafter
+    from ..kinds.dspark.modeling_dspark import DSparkDrafter
 
 logger = logging.get_logger(__name__)
 
@@ -42,10 +42,7 @@ def warm_start(drafter: DSparkDrafter, **changes: Any) -> DSparkDrafter:
             f"over {config.draft_vocab_size or config.vocab_size} tokens. Leave the option out, or load the drafter with "
             "borrow_embeddings=True and save it, which makes it use the target's head."
         )
-    changes = {"confidence_temperatures": None} | changes
-    if changes.get("markov_rank") and not config.markov_rank:
-        changes = {"enable_confidence_head": True, "confidence_head_with_markov": True} | changes
-    made = type(drafter)(type(config)(**(config.to_dict() | changes))).to(device=drafter.device, dtype=drafter.dtype)
+    made = type(drafter)(config.changed(**changes)).to(device=drafter.device, dtype=drafter.dtype)
     shapes = {name: tensor.shape for name, tensor in made.state_dict().items()}
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if shapes.get(name) == tensor.shape}
     made.load_state_dict(kept, strict=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from .anchors import counted_drafts, position_weights, row_generator, sample_anchors, stack_anchors
 
 # What a feature cache adds to a row; each is padded like the tokens.
@@ -22,7 +22,7 @@ class DSparkCollator:
     without anchors (no response, or one of a single token) are harmless: their blocks are fillers that count nothing.
 
     Args:
-        config (`DSparkConfig`): The drafter's; gives the number of drafts a block.
+        config (`DrafterConfig`): The drafter's; gives the number of drafts a block.
         num_anchors (`int`): At most this many blocks a row.
         position_decay (`float`, *optional*): Draft `j` weighs `exp(-j / position_decay)`; `None` or 0 weighs all alike.
         seed (`int`): Seeds the anchors, together with the epoch and each row's tokens.
@@ -31,7 +31,7 @@ class DSparkCollator:
 
     def __init__(
         self,
-        config: DSparkConfig,
+        config: DrafterConfig,
         num_anchors: int = 512,
         position_decay: float | None = 4.0,
         seed: int = 0,
@@ -41,8 +41,7 @@ class DSparkCollator:
             raise ValueError(f"num_anchors is {num_anchors}; a row needs at least one block to learn from.")
         self.num_anchors = num_anchors
         self.num_drafts = config.num_draft_tokens
-        # An autoregressive drafter starts from the state before its anchor.
-        self.first_anchor = int(config.is_autoregressive)
+        self.first_anchor = config.first_anchor
         self.weights = position_weights(self.num_drafts, position_decay)
         self.seed = seed
         self.pad_token_id = pad_token_id

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from ..conversations.prompts import read_prompts
 from ..conversations.rows import encode_rows, end_token_ids
 from .features import CachedFeatureDataset, file_sha256
@@ -78,7 +78,7 @@ def encode_source(
     return encode_rows(rows, tokenizer, max_length, end_token_ids(target, tokenizer) or None, **template_options)
 
 
-def load_source(source: str, config: DSparkConfig | None = None, **encoding: Any) -> TrainingData:
+def load_source(source: str, config: DrafterConfig | None = None, **encoding: Any) -> TrainingData:
     """
     A feature cache, a JSONL file or a data set of the Hub.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..modeling_dspark import DSparkDrafter
+from ..kinds.dspark.modeling_dspark import DSparkDrafter
 
 
 def select_draft_vocabulary(

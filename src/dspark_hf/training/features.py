@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..storage.atomic import whole_file, write_text
 from ..storage.single_writer import single_writer
@@ -58,7 +58,7 @@ class TargetFeatures(NamedTuple):
 
 
 @torch.no_grad()
-def target_features(target: PreTrainedModel, config: DSparkConfig, input_ids: torch.Tensor) -> TargetFeatures:
+def target_features(target: PreTrainedModel, config: DrafterConfig, input_ids: torch.Tensor) -> TargetFeatures:
     """
     One pass of the target without its LM head.
 
@@ -128,7 +128,7 @@ class CachePlan:
         ValueError: for other positions or number types than those.
     """
 
-    config: DSparkConfig
+    config: DrafterConfig
     dtype: torch.dtype = torch.bfloat16
     positions: str = "all"
     num_anchors: int = 512
@@ -210,7 +210,7 @@ def _tokens(row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def cache_features(
     target: PreTrainedModel,
-    config: DSparkConfig,
+    config: DrafterConfig,
     rows: Sequence[dict[str, Any]],
     folder: str | Path,
     batch_size: int = 16,
@@ -305,13 +305,13 @@ class CachedFeatureDataset(Dataset):
 
     Args:
         folder: What [`cache_features`] wrote.
-        config (`DSparkConfig`, *optional*): The drafter's; checks that the cache holds the layers it taps.
+        config (`DrafterConfig`, *optional*): The drafter's; checks that the cache holds the layers it taps.
 
     Raises:
         ValueError: when there is no cache in the folder, or it was made for other taps.
     """
 
-    def __init__(self, folder: str | Path, config: DSparkConfig | None = None):
+    def __init__(self, folder: str | Path, config: DrafterConfig | None = None):
         self.folder = Path(folder)
         index = _read_index(self.folder)
         if index is None:
@@ -331,7 +331,7 @@ class CachedFeatureDataset(Dataset):
                 spans += zip([0, *ends[:-1]], ends)
         self._open: dict[int, Any] = {}
 
-    def _check(self, config: DSparkConfig) -> None:
+    def _check(self, config: DrafterConfig) -> None:
         if self.index["target_layer_ids"] != list(config.target_layer_ids or []):
             raise ValueError(
                 f"'{self.folder}' holds the target layers {self.index['target_layer_ids']}, but the drafter taps "

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..embeddings import SharedEmbeddings
-from ..modeling_dspark import DSparkDrafter
+from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from .target_logits import LogitRule
 
 NUM_BINS = 20  # Of confidence, as in `dspark_hf.scheduling.measure_reliability`.

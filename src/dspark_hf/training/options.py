@@ -7,12 +7,12 @@ import json
 import re
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from transformers import HfArgumentParser
 
-from ..configuration_dspark import DSparkConfig
-from ..configuration_eagle3 import Eagle3Config
+from ..configuration_drafter import DrafterConfig
+from ..registry import config_classes, presets
 from .arguments import DSparkTrainingArguments
 
 # Fields of the configuration that describe a file, not a drafter to be made.
@@ -43,9 +43,7 @@ class TrainOptions:
             "weights of the same name and shape are kept, others are new (a DFlash drafter gets heads that way)."
         },
     )
-    kind: str = field(
-        default="dspark", metadata={"help": "What a new drafter is.", "choices": ["dspark", "dflash", "eagle3"]}
-    )
+    kind: str = field(default="dspark", metadata={"help": "What a new drafter is.", "choices": list(presets())})
     eval_data: list[str] | None = field(
         default=None, metadata={"help": "Held-out rows, as --data; by default a part of --data is held out."}
     )
@@ -95,11 +93,16 @@ class TrainOptions:
 
 def drafter_fields() -> list[tuple[str, Any, Any]]:
     """Every field of a drafter's configuration as an optional field of a dataclass, helped by the class's own documentation."""
-    helps = _argument_helps(Eagle3Config.__doc__ or "") | _argument_helps(DSparkConfig.__doc__ or "")
+    configurations = list(config_classes().values())
+    helps: dict[str, str] = {}
+    fields_of_kinds: dict[str, Any] = {}
+    for configuration in reversed(configurations):  # The first kind's words count where kinds share a field.
+        fields_of_kinds |= configuration.own_fields()
+        for part in reversed(configuration.__mro__):
+            if issubclass(part, DrafterConfig):
+                helps |= _argument_helps(part.__doc__ or "")
     made = []
-    # Without those of transformers' class.
-    own = type("Own", (), {"__annotations__": DSparkConfig.__annotations__ | Eagle3Config.__annotations__})
-    for name, kind in get_type_hints(own, {"Any": Any}).items():
+    for name, kind in fields_of_kinds.items():
         if name not in _NOT_OPTIONS:
             text = helps.get(name, "As in the target's own layers.").replace("%", "%%")
             made.append((name, _option_type(kind), field(default=None, metadata={"help": text})))

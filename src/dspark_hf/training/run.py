@@ -19,12 +19,12 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME, logging
 
-from ..configuration_dspark import DSparkConfig
+from ..configuration_drafter import DrafterConfig
 from ..conversations.rows import end_token_ids
 from ..conversations.templates import thinking_switch
 from ..drafter import Drafter
-from ..modeling_dspark import DSparkDrafter
 from ..number_types import floating_dtype
+from ..registry import drafter_class, presets
 from ..storage.atomic import whole_file
 from .adaptation import add_lora, warm_start
 from .checkpoints import last_checkpoint
@@ -38,7 +38,6 @@ from .trainer import DSparkTrainer
 logger = logging.get_logger(__name__)
 
 FIGURE = "training_curve.png"
-DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
 
 
 @dataclass
@@ -138,8 +137,8 @@ def starting_drafter(
         drafter, old_size = new_drafter(options, fields, target, tokenizer), None
     if options.attn_implementation is not None:
         drafter.set_attn_implementation(options.attn_implementation)
-    elif command.arguments.device.type == "cuda" and not drafter.config.is_autoregressive:
-        drafter.set_attn_implementation("flex_attention")
+    elif command.arguments.device.type == "cuda" and drafter.training_attention is not None:
+        drafter.set_attn_implementation(drafter.training_attention)
     return drafter, drafter.config.draft_vocab_size not in (None, old_size)
 
 
@@ -150,28 +149,15 @@ def new_drafter(
     cached = [cache_index(source) for source in options.data if is_cache(source)]
     if cached:
         fields.setdefault("target_layer_ids", cached[0]["target_layer_ids"])
-    if options.kind != "eagle3" and (foreign := sorted(fields.keys() - DSparkConfig.__annotations__.keys())):
-        raise ValueError(f"{', '.join(foreign)}: only drafters of --kind eagle3 have this.")
+    config_class, preset = presets()[options.kind]
+    if foreign := sorted(fields.keys() - config_class.own_fields().keys()):
+        having = [name for name, (other, _) in presets().items() if other.own_fields().keys() >= set(foreign)]
+        raise ValueError(f"{', '.join(foreign)}: only drafters of --kind {' or '.join(having)} have this.")
     if (scale := logit_rule(target).scale) != 1.0:
         fields.setdefault("logit_scale", scale)
     fields.setdefault("target_name_or_path", options.target)
-    if options.kind == "eagle3":
-        from ..configuration_eagle3 import Eagle3Config
-        from ..modeling_eagle3 import Eagle3Drafter
-
-        return Eagle3Drafter(Eagle3Config.for_target(target.config, **fields))
-    if options.kind == "dflash":
-        fields = DFLASH | fields
-    fields["mask_token_id"] = mask_token_id(fields.get("mask_token_id"), target, tokenizer)
-    return DSparkDrafter(DSparkConfig.for_target(target.config, **fields))
-
-
-def mask_token_id(given: int | None, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The mask token: the one given, or a row of the embedding above the tokenizer's last id; `None` for the family's own."""
-    if given is not None:
-        return given
-    size, unused = target.config.get_text_config(decoder=True).vocab_size, max(tokenizer.get_vocab().values()) + 1
-    return unused if unused < size else None
+    config = config_class.for_target(target.config, tokenizer=tokenizer, **(preset | fields))
+    return drafter_class(config)(config)
 
 
 def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
@@ -190,7 +176,7 @@ def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 
 
 def load_data(
-    command: TrainCommand, config: DSparkConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    command: TrainCommand, config: DrafterConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[TrainingData, list[int], list[int]]]:
     """Every source with the rows to train on and those held out."""
     options = command.options
@@ -212,13 +198,13 @@ def load_data(
     return data
 
 
-def used_tokens(config: DSparkConfig, data: Any, end_ids: list[int]) -> torch.Tensor:
+def used_tokens(config: DrafterConfig, data: Any, end_ids: list[int]) -> torch.Tensor:
     """The draft vocabulary: what the training rows' responses use most."""
     rows = (source.tokens(index) for source, trained, _ in data for index in trained)
     return select_draft_vocabulary(rows, config.vocab_size, config.draft_vocab_size, end_ids)
 
 
-def check_same_drafter(config: DSparkConfig, checkpoint: str) -> None:
+def check_same_drafter(config: DrafterConfig, checkpoint: str) -> None:
     """
     Raises:
         ValueError: when a checkpoint's drafter is another than the one that was asked for.
@@ -226,7 +212,7 @@ def check_same_drafter(config: DSparkConfig, checkpoint: str) -> None:
     if not (file := Path(checkpoint) / CONFIG_NAME).exists():  # An adapter's has none.
         return
     there, here = json.loads(file.read_text(encoding="utf-8")), json.loads(config.to_json_string(use_diff=False))
-    own = {"model_type"} | DSparkConfig.__annotations__.keys() | type(config).__annotations__.keys()
+    own = {"model_type"} | config.own_fields().keys()
     own -= {"bos_token_id", "eos_token_id", "pad_token_id"}  # The Trainer takes them from the tokenizer.
     names = sorted(own & here.keys())
     different = [

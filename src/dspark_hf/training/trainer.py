@@ -21,16 +21,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from ..configuration_dspark import DSparkConfig
 from ..conversations.rows import encode_rows, end_token_ids
 from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hub import write_card
 from ..hub.card import CARD_FILE
-from ..masks import anchor_mask, anchor_mask_mod
 from ..number_types import floating_dtype
 from ..storage.atomic import is_write_error, reason, whole_file, whole_files
-from ..transformers_names import TrainerHooks, attention_name, has_own_adapter
+from ..transformers_names import TrainerHooks, has_own_adapter
 from .adaptation import load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
@@ -217,11 +215,10 @@ class DSparkTrainer(TrainerHooks, Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ):
         inputs = self._with_features(inputs)
-        config = self.model.config
         anchors = Anchors(inputs["anchor_positions"], inputs["keep_anchors"])
         objective = self._objective(inputs, anchors, num_items_in_batch)
         outputs = model(
-            **drafting_inputs(config, inputs["input_ids"], inputs["attention_mask"], anchors),
+            **self.model.training_inputs(inputs["input_ids"], inputs["attention_mask"], *anchors),
             context_features=inputs["context_features"],
             embeddings=self.embeddings,
             objective=objective,
@@ -381,51 +378,6 @@ class _AnchorEpoch(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         if hasattr(self.collator, "set_epoch"):
             self.collator.set_epoch(int((state.epoch or 0) + 1e-6))
-
-
-def drafting_inputs(
-    config: DSparkConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor, anchors: Anchors
-) -> dict[str, Any]:
-    """What the `forward` of the drafter's kind takes of a batch, besides its features."""
-    if config.is_autoregressive:
-        return {"input_ids": input_ids, "anchor_positions": anchors.positions}
-    return {
-        **block_inputs(config, input_ids, anchors),
-        "attention_mask": training_masks(config, anchors, attention_mask),
-    }
-
-
-def block_inputs(config, input_ids: torch.Tensor, anchors: Anchors) -> dict[str, torch.Tensor]:
-    """`block_ids` and `position_ids` `[B, A * G]`: each block is its anchor and masks, at the anchor's position on."""
-    size = config.block_size
-    slots = torch.arange(size, device=input_ids.device)
-    anchor_ids = gather_positions(input_ids, anchors.positions)[..., None]  # [B, A, 1]
-    mask_id = config.mask_token_id if config.mask_token_id is not None else 0
-    block_ids = torch.where(slots == 0, anchor_ids, mask_id)  # [B, A, G]
-    position_ids = anchors.positions[..., None] + slots
-    return {"block_ids": block_ids.flatten(1), "position_ids": position_ids.flatten(1)}
-
-
-def training_masks(config, anchors: Anchors, attention_mask: torch.Tensor) -> dict[str, Any]:
-    """The attention mask of each layer type: dense, or a `BlockMask` where the drafter runs `flex_attention`."""
-    masks = {}
-    attention_mask = attention_mask.bool()
-    for layer_idx, layer_type in enumerate(config.layer_types):
-        if layer_type in masks:
-            continue
-        window, causal = config.layer_window(layer_idx), config.layer_is_causal(layer_idx)
-        rule = (anchors.positions, anchors.keep, attention_mask, config.block_size, window, causal)
-        if attention_name(config) == "flex_attention":
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            batch, length = attention_mask.shape
-            queries = anchors.positions.shape[1] * config.block_size
-            masks[layer_type] = create_block_mask(
-                anchor_mask_mod(*rule), batch, None, queries, length + queries, device=attention_mask.device
-            )
-        else:
-            masks[layer_type] = anchor_mask(*rule)
-    return masks
 
 
 def tokenized(

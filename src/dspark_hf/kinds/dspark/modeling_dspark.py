@@ -7,17 +7,63 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...draft_cache import DraftCache
+from ...drafter import Drafter, DSparkOutput
+from ...embeddings import SharedEmbeddings
+from ...layers import (
+    DSparkAttention,
+    DSparkMLP,
+    DSparkRMSNorm,
+    DSparkRotaryEmbedding,
+    KeyValues,
+    RotaryAngles,
+)
+from ...masks import anchor_mask, anchor_mask_mod, as_attention_argument, drafting_mask
+from ...transformers_names import attention_name
 from .configuration_dspark import DSparkConfig
-from .draft_cache import DraftCache
-from .drafter import Drafter, DSparkOutput
-from .embeddings import SharedEmbeddings
 from .heads import ConfidenceHead, SequentialHead
-from .layers import DSparkDecoderLayer, DSparkRMSNorm, DSparkRotaryEmbedding, KeyValues
-from .masks import as_attention_argument, drafting_mask
-from .transformers_names import attention_name
 
 __all__ = ["DSparkDrafter", "DSparkOutput"]
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """A decoder layer of the target's family over block states, with context injected into its attention."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.layer_scalar:
+            self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        angles: RotaryAngles,
+        context: KeyValues | DraftCache | None,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Block states `[B, Q, D]` -> block states `[B, Q, D]`; arguments as in [`DSparkAttention`]."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), angles, context, attention_mask)
+        if self.config.sandwich_norms:
+            hidden_states = hidden_states + self.post_attention_layernorm(attended)
+            transformed = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+            hidden_states = hidden_states + self.post_feedforward_layernorm(transformed)
+        else:
+            hidden_states = hidden_states + attended
+            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        if self.config.layer_scalar:
+            hidden_states = hidden_states * self.layer_scalar
+        return hidden_states
 
 
 class DSparkDrafter(Drafter):
@@ -37,6 +83,14 @@ class DSparkDrafter(Drafter):
     """
 
     config_class = DSparkConfig
+    config: DSparkConfig
+    _no_split_modules = ["DSparkDecoderLayer"]
+
+    markov_head: SequentialHead | None
+    confidence_head: ConfidenceHead | None
+    mask_embedding: nn.Parameter | None
+
+    training_attention = "flex_attention"
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
@@ -51,6 +105,14 @@ class DSparkDrafter(Drafter):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.has_mask_embedding else None
         self._add_embeddings()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DSparkDecoderLayer) and module.config.layer_scalar:
+            init.ones_(module.layer_scalar)
+        if module is self and self.mask_embedding is not None:
+            init.normal_(self.mask_embedding, std=self.config.initializer_range)
 
     # ------------------------------------------------------------------ backbone
 
@@ -121,6 +183,60 @@ class DSparkDrafter(Drafter):
             return DSparkOutput(last_hidden_state=hidden_states)
         loss, metrics = objective(self, hidden_states)
         return DSparkOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
+
+    def training_inputs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        keep_anchors: torch.Tensor,
+    ) -> dict[str, Any]:
+        """As in [`Drafter`]: the blocks of all anchors side by side, and a mask that lets none see another."""
+        return {
+            **self.block_inputs(input_ids, anchor_positions),
+            "attention_mask": self.training_masks(attention_mask, anchor_positions, keep_anchors),
+        }
+
+    def block_inputs(self, input_ids: torch.Tensor, anchor_positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Blocks of an anchor and masks, from the anchor's position on.
+
+        Args:
+            input_ids: `[B, T]`.
+            anchor_positions: Index of each anchor in its row, `[B, A]`.
+
+        Returns:
+            `block_ids` and `position_ids`, `[B, A * G]`.
+        """
+        slots = torch.arange(self.config.block_size, device=input_ids.device)
+        anchor_ids = input_ids.gather(1, anchor_positions)[..., None]  # [B, A, 1]
+        mask_id = self.config.mask_token_id if self.config.mask_token_id is not None else 0
+        block_ids = torch.where(slots == 0, anchor_ids, mask_id)  # [B, A, G]
+        position_ids = anchor_positions[..., None] + slots
+        return {"block_ids": block_ids.flatten(1), "position_ids": position_ids.flatten(1)}
+
+    def training_masks(
+        self, attention_mask: torch.Tensor, anchor_positions: torch.Tensor, keep_anchors: torch.Tensor
+    ) -> dict[str, Any]:
+        """The attention mask of each layer type: dense, or a `BlockMask` where the drafter runs `flex_attention`."""
+        masks: dict[str, Any] = {}
+        attention_mask = attention_mask.bool()
+        size = self.config.block_size
+        for layer_idx, layer_type in enumerate(self.config.layer_types):
+            if layer_type in masks:
+                continue
+            window, causal = self.config.layer_window(layer_idx), self.config.layer_is_causal(layer_idx)
+            rule = (anchor_positions, keep_anchors, attention_mask, size, window, causal)
+            if attention_name(self.config) == "flex_attention":
+                from torch.nn.attention.flex_attention import create_block_mask
+
+                (batch, length), queries = attention_mask.shape, anchor_positions.shape[1] * size
+                masks[layer_type] = create_block_mask(
+                    anchor_mask_mod(*rule), batch, None, queries, length + queries, device=attention_mask.device
+                )
+            else:
+                masks[layer_type] = anchor_mask(*rule)
+        return masks
 
     def _context_key_values(self, features: torch.Tensor, position_ids: torch.Tensor | None) -> list:
         context = self.project_context(features)  # [B, T, D]

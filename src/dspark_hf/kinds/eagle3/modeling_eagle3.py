@@ -10,16 +10,16 @@ context, never a draft's own states.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .configuration_eagle3 import Eagle3Config
-from .draft_cache import DraftCache
-from .drafter import Drafter, DSparkOutput
-from .embeddings import SharedEmbeddings
-from .layers import (
+from ...draft_cache import DraftCache
+from ...drafter import Drafter, DSparkOutput
+from ...embeddings import SharedEmbeddings
+from ...layers import (
     DSparkAttention,
     DSparkMLP,
     DSparkRMSNorm,
@@ -27,8 +27,9 @@ from .layers import (
     KeyValues,
     RotaryAngles,
 )
-from .masks import as_attention_argument, chain_drafting_mask, chain_training_mask
-from .transformers_names import attention_name
+from ...masks import as_attention_argument, chain_drafting_mask, chain_training_mask
+from ...transformers_names import attention_name
+from .configuration_eagle3 import Eagle3Config
 
 
 class Eagle3DecoderLayer(GradientCheckpointingLayer):
@@ -159,6 +160,16 @@ class Eagle3Drafter(Drafter):
         return states[:, 0]
 
     # ------------------------------------------------------------------ training
+
+    def training_inputs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        keep_anchors: torch.Tensor,
+    ) -> dict[str, Any]:
+        """As in [`Drafter`]. Padding comes after every anchor, so that no chain sees it."""
+        return {"input_ids": input_ids, "anchor_positions": anchor_positions}
 
     def forward(
         self,

@@ -1,0 +1,415 @@
+"""What the configuration of every drafter holds, and the checks that apply to all kinds.
+
+`DrafterConfig` describes a drafter's place at its target: which target layers it reads, its vocabulary, how many tokens it drafts
+per round. `DecoderDrafterConfig` adds the sizes and options of the decoder layers in `layers.py`, for the kinds that are
+made of them. What sets a kind apart is in its own configuration, in `kinds/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar, get_origin, get_type_hints
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class DrafterConfig(PreTrainedConfig):
+    r"""
+    What every drafter has.
+
+    Args:
+        target_layer_ids (`list[int]`):
+            Tapped target layers, strictly increasing. Id `i` means the OUTPUT of decoder layer `i`, which is
+            `hidden_states[i + 1]` in transformers; `-1` means the embedding output.
+        target_hidden_size (`int`, *optional*): Width of the target's hidden states; `hidden_size` when `None`.
+        num_target_layers (`int`, *optional*): Decoder layers of the target the drafter was made for.
+        target_name_or_path (`str`, *optional*): The target the drafter was made for, for messages and model cards.
+        block_size (`int`): Tokens drafted per round.
+        draft_vocab_size (`int`, *optional*):
+            Size of a reduced draft vocabulary; the ids are in the buffer `draft_token_ids`. `None`: the full one.
+        has_embed_tokens, has_lm_head (`bool`):
+            Whether the checkpoint holds its own embedding and LM head; otherwise they are the target's, by reference.
+        embedding_scale (`float`): Factor on the embedding rows (Gemma: the square root of `hidden_size`).
+        raw_embeddings (`bool`):
+            Read the rows of the target's embedding as they are stored, past a norm that its module applies (Muse).
+        logit_scale (`float`): Factor on the base logits, before the soft cap.
+        final_logit_softcapping (`float`, *optional*): Soft cap on the base logits, before the transition bias.
+        confidence_temperatures (`list[float]`, *optional*):
+            Calibration of the drafter's confidences: what the logit of each draft's is divided by. `None`: not calibrated.
+
+    The remaining arguments have their usual transformers meaning.
+
+    Raises:
+        ValueError: when fields contradict each other. The message lists every contradiction found.
+    """
+
+    # The largest value a size may have. No drafter comes near; a damaged file with larger ones would take the machine's memory
+    # or hours before anything else could be found wrong with it.
+    largest: ClassVar[dict[str, int]] = {
+        "num_hidden_layers": 1024,
+        "block_size": 4096,
+        "hidden_size": 2**20,
+        "target_hidden_size": 2**20,
+        "vocab_size": 2**24,
+        "draft_vocab_size": 2**24,
+    }
+    # Nothing is computed from these before `check` says what is wrong with a value that is too small.
+    checked_later: ClassVar[tuple[str, ...]] = ("block_size", "draft_vocab_size")
+    # The names by which `dspark-hf train --kind` makes such a drafter, each with the fields that it sets.
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    # The public formats that such a drafter can be exported to, keys of `checkpoints.EXPORT_FORMATS`.
+    export_formats: ClassVar[tuple[str, ...]] = ()
+    # Whether there are two ways to read the slots of a block, which `checkpoints.probe_layout` can tell apart.
+    has_slot_layouts: ClassVar[bool] = False
+    # Index of the first token of a text that training can start a draft from.
+    first_anchor: ClassVar[int] = 0
+
+    hidden_size: int = 2560
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    vocab_size: int = 151936
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    embedding_scale: float = 1.0
+    raw_embeddings: bool = False
+    logit_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    target_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
+    num_target_layers: int | None = None
+    target_name_or_path: str | None = None
+    block_size: int = 7
+    draft_vocab_size: int | None = None
+    has_embed_tokens: bool = False
+    has_lm_head: bool = False
+    confidence_temperatures: list[float] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_sizes()
+        self._fill_in()
+        super().__post_init__(**kwargs)
+        # An empty configuration is what transformers builds to find the defaults; it describes no drafter yet.
+        if self.target_layer_ids:
+            self.check()
+
+    def _fill_in(self) -> None:
+        """Gives the fields that were left out the values that follow from others."""
+        if self.target_layer_ids is None:
+            self.target_layer_ids = []
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+
+    # ------------------------------------------------------------------ derived
+
+    @property
+    def method(self) -> str:
+        """What this kind of drafter is called, in words."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its kind of drafter is called.")
+
+    @property
+    def gives_confidence(self) -> bool:
+        """Whether the drafter predicts for each draft how likely it is to be accepted."""
+        return False
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The most tokens that are drafted in one round."""
+        return self.block_size
+
+    @property
+    def logits_size(self) -> int:
+        """Width of the draft logits: the draft vocabulary when there is one, the full vocabulary otherwise."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def hidden_state_indices(self) -> list[int]:
+        """The tapped layers as indices into transformers' `hidden_states` (entry 0 is the embedding output)."""
+        return [layer_id + 1 for layer_id in self.target_layer_ids or []]
+
+    def describe(self) -> dict[str, str]:
+        """What the drafter is, in words, by topic: for `dspark-hf inspect` and the model card."""
+        target_layers = f"of {self.num_target_layers}" if self.num_target_layers else "of an unknown number"
+        vocabulary = f"{self.vocab_size:,} tokens"
+        if self.draft_vocab_size:
+            vocabulary += f", drafts from {self.draft_vocab_size:,} of them"
+        return {
+            "layers": f"{self.num_hidden_layers}, hidden size {self.hidden_size}",
+            "drafts": f"up to {self.num_draft_tokens} per round",
+            "taps": f"outputs of layers {self.target_layer_ids} {target_layers} = hidden_states{self.hidden_state_indices}",
+            "heads": "none",
+            "vocabulary": vocabulary,
+        }
+
+    @classmethod
+    def own_fields(cls) -> dict[str, Any]:
+        """Every field that is not one of transformers' own, with its type."""
+        found: dict[str, Any] = {}
+        for part in reversed(cls.__mro__):
+            if issubclass(part, DrafterConfig):
+                bare = type("Bare", (), {"__annotations__": vars(part).get("__annotations__", {})})
+                found |= get_type_hints(bare, vars(sys.modules[part.__module__]))
+        return {name: kind for name, kind in found.items() if get_origin(kind) is not ClassVar}
+
+    def changed(self, **changes: Any) -> Any:
+        """A configuration of the same kind with other values, and with what follows from them; calibration is dropped."""
+        return type(self)(**(self.to_dict() | {"confidence_temperatures": None} | changes))
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_sizes(self) -> None:
+        """Before any size is used, even to repeat a list: each must be a whole number that a drafter can have."""
+        wrong = [
+            f"{name}={size!r}"
+            for name, largest in self.largest.items()
+            if (size := getattr(self, name)) is not None
+            and not (type(size) is int and size <= largest and (size > 0 or name in self.checked_later))
+        ]
+        if not all(type(layer_id) is int for layer_id in self.target_layer_ids or []):
+            wrong.append(f"target_layer_ids={self.target_layer_ids!r}")
+        if wrong:
+            raise ValueError(f"Not sizes a drafter can have: {', '.join(wrong)}.")
+
+    def check(self) -> None:
+        """Raises one `ValueError` that lists every contradiction between the fields."""
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids is empty: nothing says which target layers feed the drafter.")
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("This drafter configuration cannot work:\n" + "\n".join(f"- {p}" for p in problems))
+
+    def _problems(self) -> Iterator[str]:
+        ids = self.target_layer_ids or []
+        if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+            yield f"target_layer_ids must be strictly increasing, got {ids}."
+        if min(ids) < -1:
+            yield f"target_layer_ids starts at -1 (the embedding output), got {ids}."
+        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
+            yield f"target_layer_ids {ids} taps layer {max(ids)}, but the target has {self.num_target_layers} layers."
+        if self.block_size < 1:
+            yield f"block_size={self.block_size} drafts nothing."
+        if (temperatures := self.confidence_temperatures) is not None and (
+            len(temperatures) != self.num_draft_tokens or min(temperatures, default=0.0) <= 0
+        ):
+            yield (
+                f"confidence_temperatures must be one positive number for each of the {self.num_draft_tokens} drafts of a block, "
+                f"got {temperatures}."
+            )
+        if not is_positive(self.rms_norm_eps):
+            yield f"rms_norm_eps must be a positive number, got {self.rms_norm_eps!r}."
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            yield f"draft_vocab_size={self.draft_vocab_size} does not fit a vocabulary of {self.vocab_size}."
+
+    # ------------------------------------------------------------------ construction
+
+    @classmethod
+    def for_target(
+        cls,
+        target_config: PreTrainedConfig,
+        *,
+        block_size: int = 7,
+        target_layer_ids: list[int] | None = None,
+        tokenizer: Any = None,
+        **overrides: Any,
+    ) -> Any:
+        """
+        A sensible drafter configuration for a decoder-only target.
+
+        Widths and vocabulary are the target's; taps are spread evenly from the second layer to the fourth from last (paper
+        section 6); every other field can be given in `overrides`.
+
+        Args:
+            target_config (`PreTrainedConfig`): The target's configuration (the text part of a multimodal one is used).
+            block_size (`int`): Tokens drafted per round.
+            target_layer_ids (`list[int]`, *optional*): Tapped layers; five evenly spread ones by default.
+            tokenizer (*optional*): The target's, for kinds that need a token that no text produces.
+
+        Raises:
+            ValueError: when the target is an encoder-decoder, a field does not exist, or fields contradict each other.
+        """
+        text = decoder_config(target_config)
+        if unknown := sorted(overrides.keys() - {field.name for field in dataclasses.fields(cls)}):
+            raise ValueError(f"{cls.__name__} has no {', '.join(unknown)}.")
+        if target_layer_ids is None:
+            target_layer_ids = spread_layer_ids(text.num_hidden_layers)
+        fields = cls._fields_of_target(text) | {
+            "target_name_or_path": target_config.name_or_path or None,
+            "block_size": block_size,
+            "target_layer_ids": list(target_layer_ids),
+        }
+        return cls(**(fields | overrides))
+
+    @classmethod
+    def _fields_of_target(cls, text: PreTrainedConfig) -> dict[str, Any]:
+        """The fields that follow from the target's (text) configuration."""
+        return {
+            "hidden_size": text.hidden_size,
+            "rms_norm_eps": first_attribute(text, "rms_norm_eps", "layer_norm_epsilon") or 1e-6,
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 4096,
+            "eos_token_id": text.eos_token_id,
+            "bos_token_id": text.bos_token_id,
+            "pad_token_id": text.pad_token_id,
+            "embedding_scale": text.hidden_size**0.5 if "gemma" in text.model_type else 1.0,
+            "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
+            "target_hidden_size": text.hidden_size,
+            "num_target_layers": text.num_hidden_layers,
+        }
+
+
+class DecoderDrafterConfig(DrafterConfig):
+    r"""
+    A drafter made of the decoder layers in `layers.py`, whose family (Qwen3, Llama, ...) is a set of options here and never
+    a copy of a model file.
+
+    Args:
+        qk_norm, v_norm (`bool`): RMSNorm on queries and keys; scale-free RMSNorm on values.
+        attention_k_eq_v (`bool`): Values are the un-rotated keys (there is no `v_proj`).
+        attention_scaling (`float`, *optional*): Factor on the attention scores; `head_dim ** -0.5` when `None`.
+        rotary_interleaved (`bool`): RoPE turns neighbouring channels instead of one half against the other (LFM2).
+        attention_sinks (`bool`): Each head has a logit of its own in the softmax that takes weight to nothing.
+        value_scale (`float`): Factor on the attention values (MiMo).
+
+    The remaining arguments are those of [`DrafterConfig`] or have their usual transformers meaning.
+    """
+
+    largest: ClassVar[dict[str, int]] = DrafterConfig.largest | {
+        "num_attention_heads": 2**16,
+        "num_key_value_heads": 2**16,
+        "head_dim": 2**16,
+        "intermediate_size": 2**22,
+    }
+    # What sets one decoder layer family apart from another.
+    layer_families: ClassVar[dict[str, dict[str, Any]]] = {"qwen3": {"qk_norm": True}, "llama": {"qk_norm": False}}
+
+    intermediate_size: int = 9728
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    mlp_bias: bool = False
+    rope_parameters: dict | None = None
+
+    qk_norm: bool = True
+    v_norm: bool = False
+    attention_k_eq_v: bool = False
+    attention_scaling: float | None = None
+    rotary_interleaved: bool = False
+    attention_sinks: bool = False
+    value_scale: float = 1.0
+
+    def _fill_in(self) -> None:
+        super()._fill_in()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_family(self) -> str | None:
+        """The family in `layer_families` that the layers are of; `None` for a combination of options that is in none."""
+        options = {name for family in self.layer_families.values() for name in family}
+        ours = {name: getattr(self, name) for name in options}
+        defaults = {name: getattr(type(self), name) for name in options}
+        family = next((name for name, family in self.layer_families.items() if ours == defaults | family), None)
+        return None if self.mlp_bias or (self.attention_k_eq_v and family != "gemma4") else family
+
+    def describe(self) -> dict[str, str]:
+        family = self.layer_family or "a combination of its own"
+        layers = (
+            f"{self.num_hidden_layers} ({family}), hidden size {self.hidden_size}, "
+            f"{self.num_attention_heads}/{self.num_key_value_heads} heads of {self.head_dim}, MLP {self.intermediate_size}"
+        )
+        return super().describe() | {"layers": layers}
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        rope = self.rope_parameters or {}
+        if (rope_type := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
+            yield f"rope_type must be one of {['default', *ROPE_INIT_FUNCTIONS]}, got {rope_type!r}."
+        if not is_positive(theta := rope.get("rope_theta")):
+            yield f"rope_theta must be a positive number, got {theta!r}."
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
+            yield f"hidden_act={self.hidden_act!r} is not an activation of transformers."
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            yield (
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}."
+            )
+
+    @classmethod
+    def _fields_of_target(cls, text: PreTrainedConfig) -> dict[str, Any]:
+        # Layers may differ in their widths (Gemma 4); the draft layers take those of the first.
+        layer = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
+        heads = layer.num_attention_heads
+        intermediate_size = first_attribute(layer, "intermediate_size", "ffn_dim") or 4 * text.hidden_size
+        if not isinstance(intermediate_size, int):  # Some families give one width per layer.
+            intermediate_size = max(intermediate_size)
+        return super()._fields_of_target(text) | {
+            "intermediate_size": intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(layer, "head_dim", None) or text.hidden_size // heads,
+            "hidden_act": first_attribute(text, "hidden_act", "hidden_activation") or "silu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(text)},
+        }
+
+
+def decoder_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
+    """
+    The text part of a target's configuration.
+
+    Raises:
+        ValueError: for an encoder-decoder.
+    """
+    if getattr(target_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"A drafter needs a decoder-only target; {type(target_config).__name__} is an encoder-decoder."
+        )
+    return target_config.get_text_config(decoder=True)
+
+
+def spread_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
+    """
+    Evenly spread tapped layers, from layer 1 to the fourth from last; fewer where the target is shallow.
+
+    For the released targets this gives the released ids: 36 layers give 1, 9, 17, 25, 33 and 40 give 1, 10, 19, 28, 37.
+    """
+    last = max(num_target_layers - 3, 0)
+    first = min(1, last)
+    num_taps = min(num_taps, last - first + 1)
+    if num_taps == 1:
+        return [last]
+    ids = [first + (last - first) * i / (num_taps - 1) for i in range(num_taps)]
+    return [int(layer_id + 0.5) for layer_id in ids]
+
+
+def first_attribute(config: PreTrainedConfig, *names: str) -> Any:
+    """The first of these attributes that is set, or `None`."""
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def _rope_theta(text: PreTrainedConfig) -> float:
+    """The target's RoPE base, from flat or per-layer-type `rope_parameters`."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for candidate in (parameters, parameters.get("full_attention") or {}):
+        if candidate.get("rope_theta"):
+            return float(candidate["rope_theta"])
+    return float(getattr(text, "rope_theta", None) or 10_000.0)

@@ -1,0 +1,27 @@
+"""Which candidate generator drafts with which kind of drafter."""
+
+from __future__ import annotations
+
+from ..drafter import Drafter
+from ..kinds.dspark.modeling_dspark import DSparkDrafter
+from ..kinds.eagle3.modeling_eagle3 import Eagle3Drafter
+from .candidate_generator import DSparkCandidateGenerator
+from .eagle3_candidate_generator import Eagle3CandidateGenerator
+
+GENERATORS: dict[type[Drafter], type[DSparkCandidateGenerator]] = {
+    DSparkDrafter: DSparkCandidateGenerator,
+    Eagle3Drafter: Eagle3CandidateGenerator,
+}
+
+
+def generator_of(drafter: Drafter) -> type[DSparkCandidateGenerator]:
+    """
+    The class that drafts with a drafter of this kind, or of the kind that it is derived from.
+
+    Raises:
+        ValueError: when no generator is registered for its kind.
+    """
+    for kind in type(drafter).__mro__:
+        if kind in GENERATORS:
+            return GENERATORS[kind]
+    raise ValueError(f"No candidate generator is known for {type(drafter).__name__}: add one to GENERATORS.")
