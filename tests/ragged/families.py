@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 from transformers import PreTrainedModel
 
 import tiny
@@ -53,4 +55,8 @@ def target_of(family: str, **fields: Any) -> PreTrainedModel:
     """A target of one of `FAMILIES` or of `tiny.TARGETS`."""
     if family in tiny.TARGETS:
         return tiny.TARGETS[family](**fields)
-    return tiny.build_target(tiny.target_config(family, **(FAMILIES[family] | fields)))
+    target = tiny.build_target(tiny.target_config(family, **(FAMILIES[family] | fields)))
+    ids = tiny.prompt(9)["input_ids"]
+    if not torch.allclose(target(ids).logits[:, :4], target(ids[:, :4]).logits, atol=1e-3):
+        pytest.skip(f"{family} attends to later tokens in this version of transformers")
+    return target

@@ -107,9 +107,7 @@ class RowsTargetPass:
         if position_ids is None:
             refuse(f"{name} takes no position_ids, which rows of different lengths need")
         if position_ids.shape[-1] < num_columns:
-            refuse(
-                "its cache holds tokens that have no id (prefix tuning), which several rows at once do not allow"
-            )
+            refuse("its cache holds tokens that have no id (prefix tuning), which several rows at once do not allow")
         for limit_name, limit in length_limits(prompt.model).items():
             if limit < (max_length := prompt.generation_config.max_length):
                 refuse(
