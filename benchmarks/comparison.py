@@ -56,7 +56,7 @@ LABELS = {
     "markov": "DSpark, Markov head",
     "gated": "DSpark, gated head",
     "rnn": "DSpark, RNN head",
-    "eagle3": "Eagle3",
+    "eagle3": "EAGLE-3",
 }
 
 

@@ -84,8 +84,14 @@ def run_document(text: str, name: str) -> None:
 
 def commands(code: str) -> Iterator[list[str]]:
     """The commands of a shell block, a list of words each, without comments, prompts and leading settings."""
+    unfinished = ""
     for line in code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line.removeprefix("$ "), comments=True)
+        unfinished += line.removeprefix("$ ") + "\n"
+        try:
+            words = shlex.split(unfinished, comments=True)
+        except ValueError:  # Inside quotes, a command goes on in the next line.
+            continue
+        unfinished = ""
         while words and SETTING.fullmatch(words[0]):
             words = words[1:]
         if words:
@@ -150,7 +156,7 @@ def check_python(arguments: list[str]) -> None:
     else:
         run, name = runpy.run_path, str(ROOT / arguments[0])
         assert Path(name).is_file(), f"{arguments[0]} does not exist"
-    if name in ("pip", "pytest", "mkdocs", "venv"):
+    if name in ("pip", "pytest", "mkdocs", "venv", "sglang.launch_server"):
         return
     if name == "dspark_hf_cli":
         return parse_ours(arguments[1:])

@@ -1,8 +1,11 @@
 """Every code block of README and docs works, as far as it can without the models it names."""
 
+import ast
 import importlib
+import inspect
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,11 +17,14 @@ pytest.importorskip("typer")
 pytest.importorskip("datasets")
 
 import datasets
-from documents import ROOT, blocks, documents, run_document
+from documents import ROOT, blocks, commands, documents, run_document
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dspark_hf
 from dspark_hf import Drafter
+from dspark_hf.checkpoints.engines import launch_command
+from dspark_hf.drafter import check_target
+from dspark_hf.scheduling.schedulers import build_scheduler
 
 ROWS = [
     {"prompt": f"{i}?", "messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "abc" * 9}]}
@@ -158,3 +164,124 @@ def test_the_reference_has_every_public_name(package):
     shown = set(re.findall(r"^::: [\w.]+\.(\w+)$", pages, re.MULTILINE))
     missing = set(module.__all__) - shown
     assert not missing, f"docs/api has no section of {', '.join(sorted(missing))}"
+
+
+# ---------------------------------------------------------------------- the site
+
+
+def pages_of_the_menu() -> dict[str, str]:
+    """The pages that the menu of the site lists, with their names there."""
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\nhooks:")[0]
+    return {path: name for name, path in re.findall(r"- ([^:\n]+): (\S+\.md)$", menu, re.MULTILINE)}
+
+
+def test_every_page_is_in_the_menu_by_its_title():
+    docs, menu = ROOT / "docs", pages_of_the_menu()
+    assert set(menu) == {str(path.relative_to(docs)) for path in docs.rglob("*.md")}
+    for path, name in menu.items():
+        text = (docs / path).read_text(encoding="utf-8")
+        if not text.startswith("--8<--"):  # The changelog is another file.
+            assert text.startswith(f"# {name}\n"), f"docs/{path} is called {name!r} in the menu"
+
+
+# A line of code longer than this does not fit the column of the site.
+WIDEST_CODE = 88
+
+
+def test_code_fits_the_column_of_the_site():
+    wide = [
+        f"{path.relative_to(ROOT)}:{block.line} has {len(line)} columns: {line}"
+        for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+        if path.name not in ("structure.md", "training.md")
+        for block in blocks(path.read_text(encoding="utf-8"))
+        for line in block.code.splitlines()
+        if len(line) > WIDEST_CODE
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def test_launch_commands_are_those_that_convert_prints():
+    config = tiny.drafter_config(tiny.qwen3(), block_size=7)
+    config.target_name_or_path = "Qwen/Qwen3-4B"
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    written = [
+        without_spaces(words) for block in blocks(page) if block.language == "bash" for words in commands(block.code)
+    ]
+    for engine in ("vLLM", "SGLang"):
+        assert without_spaces(shlex.split(launch_command(engine, config, "served"))) in written
+
+
+def without_spaces(words: list[str]) -> list[str]:
+    return ["".join(word.split()) for word in words]
+
+
+# ---------------------------------------------------------------------- the page of refusals
+
+
+# What only somebody who adds a kind of drafter can see.
+FOR_DEVELOPERS = ("No candidate generator is known for …: add one to GENERATORS.",)
+
+
+def refusals() -> list[str]:
+    """The messages of everything that `generate` refuses, with `…` for what is filled in."""
+    package = Path(dspark_hf.__file__).parent
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted((package / "generation").glob("*.py"))]
+    trees += [ast.parse((package / "embeddings.py").read_text(encoding="utf-8"))]
+    trees += [ast.parse(inspect.getsource(function)) for function in (check_target, build_scheduler)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [node.exc for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    calls += [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", None)) == "refuse"
+    ]
+    return [message for call in calls if (message := message_of(call.args[0])) not in FOR_DEVELOPERS]
+
+
+def message_of(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(value.value) if isinstance(value, ast.Constant) else "…" for value in node.values)
+    return str(node.value) if isinstance(node, ast.Constant) else "…"
+
+
+def matches(listed: str, message: str) -> bool:
+    """Whether a message of the page is (the beginning of) one in the code."""
+    return re.match(r"…?" + re.escape(listed.removeprefix("…")).replace("…", ".*?"), message) is not None
+
+
+def test_every_refusal_has_its_row():
+    page = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    framed = re.findall(r"`(DSpark cannot draft[^`]+)`", page)
+    messages = refusals()
+    assert len(messages) > 30
+    missing = [message for message in messages if not any(matches(row, message) for row in [*listed, *framed])]
+    assert not missing, "docs/limits.md has no row for these messages:\n" + "\n".join(missing)
+    outdated = [row for row in listed if not any(matches(row, message) for message in messages)]
+    assert not outdated, "these rows of docs/limits.md are no message of the code:\n" + "\n".join(outdated)
+
+
+@pytest.mark.parametrize(
+    ("listed", "message", "expected"),
+    [
+        ("Beam search (num_beams=…)", "Beam search (num_beams=…) does not work with a drafter.", True),
+        ("… keeps state", "… keeps state, which cannot be rolled back", True),
+        ("Beam search (num_beams=…)", "Searching (num_beams=…)", False),
+        ("… keeps state", "… has no state", False),
+    ],
+)
+def test_messages_are_compared(listed, message, expected):
+    assert matches(listed, message) is expected
+
+
+# ---------------------------------------------------------------------- the figures
+
+
+def test_figures_are_those_of_the_committed_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    figures = importlib.import_module("figures")
+    for name in figures.DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert figures.PASSAGE.search(text)
+        assert figures.with_figures(text) == text, f"{name} is outdated: run `python docs/figures.py`"
+    assert "1.39" in figures.with_figures("<!-- figures: quickstart_speed -->\nold\n<!-- end of figures -->")

@@ -116,4 +116,17 @@ def test_an_example_is_short_and_tested(name):
 
 def test_the_list_names_every_example():
     named = set(re.findall(r"^\| \[([\w.]+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
-    assert named == {path.name for path in EXAMPLES.glob("*.py")}
+    assert named == {path.name for pattern in ("*.py", "*.ipynb") for path in EXAMPLES.glob(pattern)}
+
+
+@pytest.mark.parametrize("path", EXAMPLES.glob("*.ipynb"), ids=lambda path: path.name)
+def test_a_notebook_was_run_and_is_small(path):
+    """`make notebook` runs it."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 50_000
+    assert str(Path.home()) not in text
+    code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "run it again from the top"
+    for cell in code:
+        compile("".join(cell["source"]), path.name, "exec")
+        assert all(output["output_type"] in ("stream", "execute_result", "display_data") for output in cell["outputs"])

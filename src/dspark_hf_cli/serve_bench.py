@@ -17,9 +17,7 @@ def serve_bench(
     prompts: Annotated[
         str,
         typer.Option(
-            "--prompts",
-            "-p",
-            help="A task that `dspark-hf bench` knows, or a JSONL file of prompts; batches take them in turn.",
+            help="A task that `dspark-hf bench` knows, or a JSONL file of prompts; batches take them in turn."
         ),
     ],
     output: Output = Path("serving"),

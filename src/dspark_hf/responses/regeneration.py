@@ -40,12 +40,9 @@ from ..conversations.prompts import (
 )
 from ..conversations.rows import end_token_ids
 from ..conversations.templates import thinking_switch
-from ..ragged.supported import length_limits, unsupported_reason
 from ..storage.json_lines import ResumableLines
-from .decoder import SlotDecoder
+from .decoder import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
 from .progress import Progress
-from .requests import Completion, Request
-from .token_sampling import Sampling
 
 logger = logging.getLogger(__name__)
 

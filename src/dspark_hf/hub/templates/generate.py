@@ -1,12 +1,5 @@
-"""Decodes with a DSpark drafter, its output unchanged: `target.generate(..., custom_generate=...)`."""
+"""Decodes with the DSpark drafter of this repository, its output unchanged: `target.generate(..., custom_generate=...)`."""
 
-from functools import partial
-
-from dspark_hf.generation.from_repository import generate_with
-
-# Where the drafter is loaded from. `drafter=` in the call has precedence.
-REPOSITORY = None
-
-generate = partial(generate_with, drafter=REPOSITORY)
+from dspark_hf.generation.from_repository import generate
 
 __all__ = ["generate"]
