@@ -170,7 +170,11 @@ def test_saving_can_push_as_well(hub: Hub, drafter, tmp_path: Path):
     assert hub.repositories[NAME].messages[-1] == "Saved"
     pushed = hub.tree(NAME)
     written = {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
-    assert written.items() <= pushed.items()
+    code = "custom_generate/generate.py"
+    assert {name: content for name, content in written.items() if name != code}.items() <= pushed.items()
+    assert (
+        pushed[code] == written[code].replace(b"REPOSITORY = None", f'REPOSITORY = "{NAME}"'.encode()) != written[code]
+    )
     assert json.loads(pushed["generation_config.json"])["num_assistant_tokens"] == 3
     assert pushed["custom_generate/requirements.txt"].startswith(b"dspark-hf")
     assert pushed.keys() - written.keys() == {".gitattributes", "README.md"}

@@ -321,7 +321,8 @@ class Drafter(PreTrainedModel):
             format (`str`, *optional*):
                 A format for other software instead, see [`~dspark_hf.checkpoints.export`], whose result is returned.
             custom_generate (`bool`):
-                Also write the code by which `generate(custom_generate=save_directory)` uses the drafter without an import.
+                Also write the code by which `generate(custom_generate=save_directory, drafter=save_directory)` uses the drafter
+                without an import. On the Hub it knows its repository: there `generate(custom_generate=repo_id)` is enough.
             kwargs: As in [`~transformers.PreTrainedModel.save_pretrained`].
         """
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs} if push_to_hub else {}

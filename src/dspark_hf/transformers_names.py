@@ -8,6 +8,7 @@ come with transformers' models are here too.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 from transformers.utils import output_capturing
 
@@ -68,6 +69,20 @@ def is_stateful(model: PreTrainedModel) -> bool:
 def attention_name(config: PreTrainedConfig) -> Any:
     """The attention implementation that a model with this configuration runs, such as `"sdpa"`."""
     return config._attn_implementation
+
+
+def set_attention_name(config: PreTrainedConfig, name: str) -> None:
+    """Changes the attention implementation of this configuration, and not of the configurations inside it."""
+    config._attn_implementation_internal = name
+
+
+def attention_function(layer: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """The function that an attention layer finds under the name of an attention implementation."""
+    for cls in type(layer).__mro__:  # A class derived from a model's layer may be in another file.
+        file = sys.modules[cls.__module__]
+        if hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
+            return file.ALL_ATTENTION_FUNCTIONS.get_interface(name, getattr(file, "eager_attention_forward", None))
+    return AttentionInterface()[name]
 
 
 def has_exchangeable_attention(model: PreTrainedModel) -> bool:

@@ -17,7 +17,9 @@ def serve_bench(
     prompts: Annotated[
         str,
         typer.Option(
-            help="A task that `dspark-hf bench` knows, or a JSONL file of prompts; batches take them in turn."
+            "--prompts",
+            "-p",
+            help="A task that `dspark-hf bench` knows, or a JSONL file of prompts; batches take them in turn.",
         ),
     ],
     output: Output = Path("serving"),

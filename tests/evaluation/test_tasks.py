@@ -58,9 +58,9 @@ def test_a_file_named_after_a_task_counts_to_its_domain(tmp_path):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{}", r"rows \[2\] hold none"),
-        ('{"turns": []}', r"rows \[2\] hold none"),
-        ('{"prompt": 3}', r"rows \[2\] hold none"),
+        ("{}", r"there is no prompt in row 2\."),
+        ('{"turns": []}', r"there is no prompt in row 2\."),
+        ('{"prompt": 3}', r"there is no prompt in row 2\."),
         ("not json", "line 2, is not valid JSON"),
         ("[1]", r"line 2, holds \[1\]"),
     ],

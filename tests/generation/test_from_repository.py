@@ -13,7 +13,7 @@ from hub_server import TOKEN, USER, Hub
 
 import tiny
 from dspark_hf import DSparkDrafter
-from dspark_hf.generation.from_repository import generate
+from dspark_hf.generation.from_repository import generate_with
 
 NAME = f"{USER}/drafter-1.0"
 SOURCE = str(Path(__file__).parents[2] / "src")
@@ -23,7 +23,7 @@ import json, sys
 import torch
 from transformers import AutoModelForCausalLM
 assert "dspark_hf" not in sys.modules
-target_folder, token, *repositories = sys.argv[1:]
+target_folder, token, *places = sys.argv[1:]
 target = AutoModelForCausalLM.from_pretrained(target_folder)
 passes = 0
 def count(*args): globals().__setitem__("passes", passes + 1)
@@ -32,9 +32,11 @@ inputs = {"input_ids": torch.arange(5, 12)[None], "attention_mask": torch.ones(1
 settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
 plain = target.generate(**inputs, **settings)
 found = [[True, passes]]
-for asked in repositories:
+for place in places:
     passes = 0
-    output = target.generate(**inputs, **settings, custom_generate=asked, trust_remote_code=True, token=token)
+    code, _, weights = place.partition("=")
+    where = {"custom_generate": code} | ({"drafter": weights} if weights else {})
+    output = target.generate(**inputs, **settings, **where, trust_remote_code=True, token=token)
     found.append([torch.equal(plain, output), passes])
 print(json.dumps(found))
 """
@@ -57,13 +59,23 @@ def test_from_a_private_repository_and_from_a_folder(hub: Hub, folders, tmp_path
         "HF_HOME": str(tmp_path / "home"),
         "PYTHONPATH": os.pathsep.join([SOURCE, os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-c", PROGRAM, str(folders.target), TOKEN, NAME, str(folder), NAME]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(folders.target),
+        TOKEN,
+        NAME,
+        f"{folder}={folder}",
+        f"{folder}={NAME}",
+        NAME,
+    ]
     result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert TOKEN not in result.stderr + result.stdout
     (_, plain_passes), *drafted = json.loads(result.stdout.splitlines()[-1])
     assert plain_passes == 20
-    assert all(same and passes < 10 for same, passes in drafted) and len(drafted) == 3
+    assert all(same and passes < 10 for same, passes in drafted) and len(drafted) == 4
 
 
 def test_the_code_is_not_run_unasked(folders, tmp_path: Path):
@@ -77,6 +89,6 @@ def test_a_drafter_can_be_named_or_given(folders):
     settings = {"inputs": inputs, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     plain = target.generate(**settings)
     for drafter in (str(folders.perfect), folders.perfect, DSparkDrafter.from_pretrained(folders.perfect)):
-        assert torch.equal(generate(target, drafter=drafter, **settings), plain)
-    with pytest.raises(ValueError, match="drafter="):
-        generate(target, **settings)
+        assert torch.equal(generate_with(target, drafter=drafter, **settings), plain)
+    with pytest.raises(ValueError, match="custom_generate=folder, drafter=folder"):
+        generate_with(target, **settings)

@@ -5,15 +5,23 @@ import pytest
 import scipy.stats
 import torch
 from generation import rig
+from ragged import families
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 import tiny
 from dspark_hf import record_speculation
 from dspark_hf.generation import rows_target_pass
+from dspark_hf.ragged import target as ragged_target
 from dspark_hf.scheduling import AsyncThroughputScheduler, ConfidenceThreshold, FixedLength, ThroughputScheduler
 from dspark_hf.transformers_names import CACHE_KEY
 
 LENGTHS = (9, 4, 1, 12)
+# Both types of layers in two layers.
+EVERY_KIND = {
+    "Llama4Text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    "Cohere2": {"layer_types": tiny.ALTERNATING[:2]},
+    "Qwen2Moe": {"max_window_layers": 1},
+}
 FAMILIES = [family for family in tiny.TARGETS if family not in tiny.HYBRID_TARGETS]
 
 
@@ -83,8 +91,13 @@ def assert_rows_as_alone(target, packed=True, **settings):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_row_equals_the_row_decoded_alone(family, packed, monkeypatch):
     if not packed:
-        monkeypatch.setattr(rows_target_pass, "can_pack", lambda model: False)
+        monkeypatch.setattr(ragged_target, "can_exchange_attention", lambda model: False)
     assert_rows_as_alone(rig.target(family))
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_rows_of_other_kinds_of_attention(family):
+    assert_rows_as_alone(families.target_of(family, num_hidden_layers=2, **EVERY_KIND.get(family, {})))
 
 
 def test_rows_end_at_their_own_time():

@@ -23,18 +23,10 @@ from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel, PreTr
 import tiny
 from dspark_hf.conversations.prompts import Conversation, as_conversation, read_prompts
 from dspark_hf.conversations.rows import encode_rows
+from dspark_hf.ragged.supported import unsupported_reason
 from dspark_hf.responses import regeneration
 from dspark_hf.responses import server as regeneration_server
-from dspark_hf.responses.decoder import (
-    Completion,
-    Request,
-    Sampling,
-    SlotDecoder,
-    draw_uniforms,
-    invert_cumulative,
-    sample_tokens,
-    unsupported_reason,
-)
+from dspark_hf.responses.decoder import SlotDecoder
 from dspark_hf.responses.regeneration import (
     PlainDecoder,
     RegenerationSettings,
@@ -42,8 +34,10 @@ from dspark_hf.responses.regeneration import (
     ResponseWriter,
     resolve_sampling,
 )
+from dspark_hf.responses.requests import Completion, Request
 from dspark_hf.responses.self_prompting import self_prompt
 from dspark_hf.responses.server import ServerRegenerator
+from dspark_hf.responses.token_sampling import Sampling, draw_uniforms, invert_cumulative, sample_tokens
 from dspark_hf.storage.json_lines import ResumableLines
 
 TEMPLATE = (
@@ -142,18 +136,7 @@ def test_greedy_rows_equal_plain_generate(family: str, slots: int) -> None:
 
 def test_which_targets_are_served_fast() -> None:
     served = {family for family, build in tiny.TARGETS.items() if unsupported_reason(build(), max_length=200) is None}
-    assert served == {"qwen3", "llama", "qwen3_moe"}
-
-
-def test_a_sliding_window_is_served_as_long_as_rows_fit_into_it() -> None:
-    target, prompts = tiny.mistral(sliding_window=64), ragged_prompts()
-    assert unsupported_reason(target, max_length=64) is None
-    assert "window" in unsupported_reason(target, max_length=65)
-    completions = completed(
-        SlotDecoder(target, Sampling(do_sample=False), [], 4), [Request(i, p, 12) for i, p in enumerate(prompts)]
-    )
-    for i, prompt in enumerate(prompts):
-        assert completions[i].token_ids == greedy_by_generate(target, prompt, 12, [])
+    assert served == set(tiny.TARGETS) - set(tiny.HYBRID_TARGETS)
 
 
 LENGTH_DEPENDENT_ROPE = {

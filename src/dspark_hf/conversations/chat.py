@@ -1,4 +1,4 @@
-"""A chat as token ids, continued so that what the target's cache holds of it stays valid."""
+"""A chat as token ids, continued so that the target's cache of the earlier turns stays valid."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Chat:
 
     def add_answer(self, output_ids: torch.Tensor) -> str:
         """
-        Takes what was generated.
+        Adds the generated answer.
 
         Args:
             output_ids: Prompt and answer, `[L]`.

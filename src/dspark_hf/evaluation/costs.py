@@ -1,4 +1,4 @@
-"""What rounds cost here: the target's pass by its tokens, and drafting by the rows drafted for."""
+"""Costs of rounds on this machine: target passes by number of tokens, and drafting by number of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..transformers_names import output_hidden_states
 from .meter import synchronize
 
 DEFAULT_ROW_COUNTS = (1, 2, 4, 8, 16, 32)
-_COMMITTED = 2  # Tokens of each row whose features the drafter takes in after a round.
+_COMMITTED = 2  # Tokens of each row whose features are projected after a round.
 
 
 def measure_costs(
@@ -34,15 +34,15 @@ def measure_costs(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ThroughputCurve:
     """
-    The target's throughput curve, with what several rows add, and the drafter's time where there is one.
+    The target's throughput curve, with the extra cost of several rows and, if a drafter is given, the time of drafting.
 
     Args:
         target, drafter: In evaluation mode, on their device.
-        token_counts: Tokens a pass of the target.
-        row_counts: Rows decoded together.
-        context_length: Tokens of each row that came before.
-        num_repeats: Measurements of each, of which the median counts; warm-up comes on top.
-        compile: Whether to compile the target; a compiled drafter is given as such.
+        token_counts: Tokens per pass of the target.
+        row_counts: Numbers of rows decoded together.
+        context_length: Tokens of each row in the cache.
+        num_repeats: Measurements of each point, of which the median counts; warm-up is added.
+        compile: Whether to compile the target. Compile the drafter beforehand where that is wanted.
         on_progress: Called with the measurements done and their total.
     """
     forward_kwargs: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def measure_costs(
 
 
 def curve_here(target: PreTrainedModel, drafter: Drafter) -> ThroughputCurve:
-    """The curve that the drafter brings, where it was measured on this target and machine; otherwise a new one."""
+    """The drafter's curve, if it was measured on this target and machine; otherwise a new one."""
     known = curve_of(drafter, target)
     if known is not None:
         return known
@@ -92,13 +92,13 @@ def drafting_seconds(
     target: PreTrainedModel, drafter: Drafter, num_rows: int, context_length: int = 512, num_repeats: int = 15
 ) -> float:
     """
-    Median seconds of drafting whole greedy blocks for `num_rows` rows and of taking in what a round committed.
+    Median seconds of drafting whole greedy blocks for `num_rows` rows and of projecting the features of committed tokens.
 
     Args:
         target, drafter: In evaluation mode.
         num_rows: Rows drafted for together.
         context_length: Context tokens of each row.
-        num_repeats: Rounds measured, after two more.
+        num_repeats: Rounds measured, after two for warm-up.
     """
     processors = [LogitsProcessorList()] * num_rows
     wants_confidence = drafter.confidence_head is not None

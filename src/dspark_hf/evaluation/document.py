@@ -1,4 +1,4 @@
-"""Everything a run says, as one JSON-ready dictionary. The table, the figures and the HTML page are made from it alone."""
+"""All results of a run as one JSON-ready dictionary, from which the table, the figures and the HTML page are made."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def build_document(
     The results of a run.
 
     Args:
-        methods, tasks: As they were run.
-        settings: As [`~dspark_hf.evaluation.runner.run_settings`] gives them.
+        methods, tasks: The methods and tasks of the run.
+        settings: Its settings, as [`~dspark_hf.evaluation.runner.run_settings`] gives them.
         file: The measurements.
         profile: Where a round's time goes, see [`~dspark_hf.evaluation.profiling.profile_methods`].
 
     Returns:
-        `schema`, `environment`, `settings`, `results` (one entry a group and method; groups are tasks, domains and
-        `"all"`), `identity` (greedy answers compared with plain `generate`), `profile`. Numbers that do not exist are `None`.
+        `schema`, `environment`, `settings`, `results` (one entry per group and method; groups are tasks, domains and
+        `"all"`), `identity` (greedy answers compared with plain `generate`), `profile`. Undefined numbers are `None`.
     """
     results = []
     for kind, name, group_tasks in groups_of(tasks):
@@ -61,7 +61,7 @@ def build_document(
 
 
 def groups_of(tasks: list[Task]) -> Iterable[tuple[str, str, list[Task]]]:
-    """Each task by itself, each domain with more than one, and all together."""
+    """Each task, each domain with more than one task, and all tasks together."""
     for task in tasks:
         yield "task", task.name, [task]
     for domain in DOMAINS:

@@ -1,4 +1,4 @@
-"""What a measurement or a bug report has to say about where it was made."""
+"""Versions, machine and devices, for measurements and bug reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
 def environment() -> dict[str, Any]:
     """Versions, machine and devices, ready for JSON."""
     packages = {name: _package_version(name) for name in PACKAGES}
-    # From a checkout that is not installed, too.
+    # Works in a checkout that is not installed as well.
     packages["dspark-hf"] = importlib.import_module(__name__.partition(".")[0]).__version__
     return {
         "packages": packages,

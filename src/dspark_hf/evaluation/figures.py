@@ -1,6 +1,6 @@
-"""The figures, drawn from the document of a run. Needs matplotlib, which is optional.
+"""The figures of a run, drawn from its document with matplotlib, which is an optional dependency.
 
-Colours are those of Okabe and Ito, told apart by all common kinds of colour vision; markers and line styles differ as well.
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish; markers and line styles differ as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH = 7.2  # inches; at 130 dots an inch a little wider than a README column
 
 def figures_of(document: dict[str, Any]) -> dict[str, Any]:
     """
-    Every figure that `document` has the numbers for, by name.
+    Every figure for which `document` has numbers, by name.
 
     Raises:
         ImportError: without matplotlib.
@@ -60,14 +60,14 @@ def acceptance_figure(document: dict[str, Any]) -> Any:
         axes.errorbar(xs, values, yerr=_bars(estimates), fmt="none", ecolor="#333333", elinewidth=1, capsize=2)
     axes.axhline(1, color="gray", linewidth=0.8)
     axes.set_xticks(range(len(groups)), groups)
-    axes.set_ylabel("tokens a target pass")
+    axes.set_ylabel("tokens per target pass")
     axes.set_title("Acceptance length (1 = plain decoding)")
     _legend(figure, axes.get_legend_handles_labels()[0])
     return figure
 
 
 def conditional_acceptance_figure(document: dict[str, Any]) -> Any:
-    """Acceptance at each slot, given that all before it passed (as in Fig. 2), one panel a domain or task."""
+    """Acceptance at each slot, given that all before it were accepted (as in Fig. 2), one panel per domain or task."""
     panels = _panels(document)
     results = [r for r in document["results"] if r["conditional_acceptance"] and (r["kind"], r["group"]) in panels]
     if not results:
@@ -105,7 +105,7 @@ def conditional_acceptance_figure(document: dict[str, Any]) -> Any:
 
 
 def threshold_figure(document: dict[str, Any]) -> Any:
-    """Accepted and rejected drafts a round, and the rate, under each confidence threshold (as in Fig. 5)."""
+    """Accepted and rejected drafts per round, and the acceptance rate, by confidence threshold (as in Fig. 5)."""
     panels = []
     for kind, group in _panels(document):
         swept = [
@@ -138,7 +138,7 @@ def threshold_figure(document: dict[str, Any]) -> Any:
             rate.tick_params(labelright=False)
     highest = max((p["accepted"] or 0.0) + (p["rejected"] or 0.0) for _, sweep in panels for p in sweep)
     all_axes[0].set_ylim(0, 1.05 * highest or 1.0)
-    all_axes[0].set_ylabel("drafts a round")
+    all_axes[0].set_ylabel("drafts per round")
     return figure
 
 
@@ -198,7 +198,7 @@ def speed_figure(document: dict[str, Any]) -> Any:
             linestyle="none",
         )
     axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set_xlabel("tokens a target pass")
+    axes.set_xlabel("tokens per target pass")
     axes.set_ylabel("times as fast as plain")
     from matplotlib.lines import Line2D
 
@@ -227,7 +227,7 @@ def profile_figure(document: dict[str, Any]) -> Any:
             left += ms
     axes.set_yticks(range(len(profile)), list(profile))
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a round")
+    axes.set_xlabel("milliseconds per round")
     from matplotlib.patches import Patch
 
     handles = [
@@ -242,13 +242,13 @@ def sweep_figure(points: Sequence[dict[str, Any]], over: str) -> Any:
     Acceptance length and speed over one field of the drafters (as in Figs. 3 and 4).
 
     Args:
-        points: `label` (one line each), `x`, `acceptance_length` and `speedup` (estimates).
-        over: What `x` is.
+        points: Dictionaries of `label` (one line per label), `x`, `acceptance_length` and `speedup` (estimates).
+        over: Title of the x axis.
     """
     figure = new_figure(WIDTH, 3.2)
     labels = list(dict.fromkeys(point["label"] for point in points))
     for axes, (name, title) in zip(
-        figure.subplots(1, 2), [("acceptance_length", "tokens a target pass"), ("speedup", "times as fast as plain")]
+        figure.subplots(1, 2), [("acceptance_length", "tokens per target pass"), ("speedup", "times as fast as plain")]
     ):
         for i, label in enumerate(labels):
             own = sorted(
@@ -306,12 +306,12 @@ def _draw_reliability(axes: Any, reliability: dict[str, Any], color: str) -> Non
 
 
 def _legend(figure: Any, handles: Sequence[Any]) -> None:
-    """Below the panels, where nothing can be hidden by it."""
+    """Draws the legend below the panels, where it hides nothing."""
     figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=4, frameon=False)
 
 
 def _panels(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Up to four groups to show side by side: domains, each as itself or as its only task; else everything."""
+    """Up to four groups to show side by side: each domain, or its task if it has only one."""
     domains = list(dict.fromkeys(document["domains"].values()))
     panels = []
     for domain in domains:
@@ -351,5 +351,5 @@ def _color(index: int) -> str:
 
 
 def _hatch(index: int) -> str:
-    """Tells apart what has the same colour."""
+    """A hatch that distinguishes two parts of the same colour."""
     return "" if index < len(COLORS) else "//"

@@ -1,4 +1,4 @@
-"""What one call costs, measured the same way for every method: target passes, seconds, memory."""
+"""The cost of one call, measured the same way for every method: target passes, seconds, memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Meter:
     """
     Args:
         seconds: Wall-clock time of the call.
-        prefill_s: Of that, time up to the end of the target's first pass.
+        prefill_s: The part of it up to the end of the target's first pass.
         passes: Tokens fed to each pass of the target after the first.
-        peak_bytes: Most memory held during the call: by tensors on an accelerator, by the process on a CPU. `None` where
-            the system does not tell.
+        peak_bytes: Peak memory during the call: of tensors on an accelerator, of the process on a CPU. `None` where the
+            system does not report it.
     """
 
     seconds: float = 0.0
@@ -31,7 +31,7 @@ class Meter:
 
 @contextlib.contextmanager
 def measured(target: PreTrainedModel) -> Iterator[Meter]:
-    """Measures what happens inside. The meter is complete on leaving."""
+    """Measures what happens inside the `with` block. The meter is complete when the block ends."""
     meter, device = Meter(), target.device
     is_first = True
 
@@ -59,13 +59,13 @@ def measured(target: PreTrainedModel) -> Iterator[Meter]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for an accelerator; a CPU never runs ahead."""
+    """Waits until an accelerator has finished its work; a CPU needs no waiting."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Forgets earlier peaks."""
+    """Starts the measurement of peak memory over."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
@@ -74,7 +74,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes at the peak since the last reset."""
+    """Peak memory in bytes since the last reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")

@@ -1,4 +1,4 @@
-"""Ways to decode that are compared. Each is nothing but further arguments of the same `target.generate` call."""
+"""The decoding methods that are compared. Each is a set of arguments for the same `target.generate` call."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BY_COST = ("throughput", "async_throughput")  # Schedules that weigh drafts agai
 class Method:
     """
     Args:
-        name: As it is shown.
-        arguments: For `target.generate`, on top of those that all methods share.
-        drafter: The DSpark drafter, where it is one of ours: its rounds are recorded.
-        fields: What sets it apart from others in a sweep, such as `{"threshold": 0.5}`.
-        keeps_cache: Whether it can go on with the cache of an earlier turn. transformers' assisted generation cannot.
+        name: Name of the method in tables.
+        arguments: Arguments for `target.generate`, added to those that all methods share.
+        drafter: Our drafter, if the method uses one; its rounds are recorded.
+        fields: What distinguishes the method in a sweep, such as `{"threshold": 0.5}`.
+        keeps_cache: Whether a next turn can use the cache of the turn before. transformers' assisted generation cannot.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Method:
 
 
 def plain_method() -> Method:
-    """`generate` as it is: one token a pass. Everything else is measured against it."""
+    """Plain `generate`: one token per pass. All other methods are compared with it."""
     return Method(PLAIN)
 
 
@@ -61,14 +61,13 @@ def dspark_method(
     fields: dict[str, Any] | None = None,
 ) -> Method:
     """
-    Our loop, drafting in every round even where that does not pay: the drafter is what is measured.
+    Our decoding loop. It drafts in every round, even where that does not pay, because the drafter is what is measured.
 
     Args:
         drafter: The drafter.
-        name: What it is called.
-        num_tokens: Drafts a round; the drafter's own setting by default.
-        threshold: A round's drafts end before the first slot less confident than this. The default, `None`, keeps the
-            drafter's own setting.
+        name: Name of the method.
+        num_tokens: Drafts per round; the drafter's setting by default.
+        threshold: Draft until the first slot below this confidence. The default, `None`, keeps the drafter's setting.
         fields: As in [`Method`].
     """
     arguments: dict[str, Any] = {"assistant_model": drafter, "drafting_backoff": False}
@@ -80,7 +79,7 @@ def dspark_method(
 
 
 def calibration_method(drafter: DSparkDrafter) -> Method:
-    """Our loop in the way that tells most about the confidence head: every round drafts, and every draft is verified."""
+    """Our decoding loop, set to tell most about the confidence head: every round drafts, and every draft is verified."""
     return dspark_method(drafter, "calibration", num_tokens=drafter.config.num_draft_tokens, threshold=0.0)
 
 
@@ -88,14 +87,14 @@ def schedule_method(
     drafter: DSparkDrafter, schedule: str, label: str = "dspark", curve: ThroughputCurve | None = None
 ) -> Method:
     """
-    Our loop with a schedule given as text.
+    Our decoding loop with a schedule given as text.
 
     Args:
         drafter: The drafter.
-        schedule: `fixed` (whole blocks), `fixed:N` (N drafts a round), `threshold:P` (confidence at least P), or
+        schedule: `fixed` (whole blocks), `fixed:N` (N drafts per round), `threshold:P` (confidence of at least P), or
             `throughput` and `async_throughput` (by cost; drafting pauses where it does not pay).
-        label: What the drafter is called.
-        curve: What rounds cost, for the last two.
+        label: Name of the drafter.
+        curve: What rounds cost, for the last two schedules.
 
     Raises:
         ValueError: for any other text, or a schedule by confidence where the drafter has no confidence head.
@@ -107,8 +106,8 @@ def schedule_method(
     by_cost = schedule in BY_COST
     if not by_cost and not (kind == "threshold" and _is_probability(value)):
         raise ValueError(
-            f"Schedule {schedule!r} is none of fixed, fixed:N (drafts a round), threshold:P (such as threshold:0.5), "
-            f"{' and '.join(BY_COST)}."
+            f"Unknown schedule {schedule!r}: use fixed, fixed:N (N drafts per round), threshold:P (such as threshold:0.5), "
+            f"{' or '.join(BY_COST)}."
         )
     if drafter.confidence_head is None:
         raise ValueError(f"Schedule {schedule!r} needs a drafter with a confidence head, and {label!r} has none.")
@@ -127,7 +126,7 @@ def _is_probability(text: str) -> bool:
 
 def dflash_method(drafter: DSparkDrafter, name: str = "dflash (transformers)") -> Method:
     """
-    transformers' own DFlash generator with the drafter's weights.
+    transformers' DFlash generator with the drafter's weights.
 
     Raises:
         ValueError: when the drafter is not a plain DFlash drafter.
@@ -137,7 +136,7 @@ def dflash_method(drafter: DSparkDrafter, name: str = "dflash (transformers)") -
 
 
 def is_dflash(drafter: DSparkDrafter) -> bool:
-    """Whether transformers' DFlash generator can run this drafter: no heads of its own, and all context in sight."""
+    """Whether transformers' DFlash generator can run this drafter: one without heads and without sliding layers."""
     return not _beyond_dflash(drafter)
 
 
@@ -157,11 +156,11 @@ class DFlashView(nn.Module):
     """
     A drafter in the shape that transformers' `DFlashTokenCandidateGenerator` expects of its assistant model.
 
-    It keeps keys and values in the cache that the generator brings, as transformers' own drafters do.
+    It keeps keys and values in the cache of the generator, as transformers' DFlash drafters do.
 
     Args:
         drafter: The drafter.
-        heads_elsewhere: Accept a drafter whose logits take more than the target's LM head: the caller sees to that.
+        heads_elsewhere: Accept a drafter whose logits need more than the target's LM head; the caller applies its heads.
 
     Raises:
         ValueError: when the drafter is not a plain DFlash drafter.
@@ -176,7 +175,7 @@ class DFlashView(nn.Module):
             raise ValueError(f"transformers' DFlash generator cannot run this drafter: it has {', '.join(reasons)}.")
         self.drafter = drafter
         self.config = copy.deepcopy(drafter.config)
-        # The generator drops the first slot of a block. Where that slot predicts, one more is asked for.
+        # The generator drops the first slot of a block. Where that slot predicts, the block needs one slot more.
         self._adds_slot = drafter.config.sample_from_anchor
         self.config.block_size += self._adds_slot
         if DFLASH_READS_LAYER_INPUTS:
@@ -200,9 +199,9 @@ class DFlashView(nn.Module):
         Args:
             noise_embeds: Embeddings of the block, `[1, G, D]`.
             context_hidden_states: Features of what was accepted since the last call, `[1, T, m * D_target]`.
-            position_ids: Of both, `[1, T + G]`.
-            attention_mask: Not looked at: a single row without padding sees everything.
-            cache, past_key_values: The cache, by its new and its old name.
+            position_ids: Positions of both, `[1, T + G]`.
+            attention_mask: Ignored: a single row without padding attends to everything.
+            cache, past_key_values: The cache, under its new and its old name.
         """
         cache = cache if cache is not None else past_key_values
         num_new, num_slots = context_hidden_states.shape[1], noise_embeds.shape[1]
@@ -215,7 +214,7 @@ class DFlashView(nn.Module):
         angles = self.drafter.rotary_emb(hidden_states, block_positions)
         for index, layer in enumerate(self.drafter.layers):
             keys, values = layer.self_attn.key_values(context, context_angles)
-            # The generator will crop a whole block off: room is made for it, and it is not looked at.
+            # The generator crops a whole block off afterwards: these entries make room for that and are not attended to.
             pad = (0, 0, 0, num_slots)
             keys, values = cache.update(nn.functional.pad(keys, pad), nn.functional.pad(values, pad), index)
             hidden_states = layer(hidden_states, angles, (keys[:, :, :-num_slots], values[:, :, :-num_slots]), None)

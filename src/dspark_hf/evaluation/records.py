@@ -21,8 +21,8 @@ class Turn:
         output_ids: The answer's tokens.
         seconds, prefill_s: As in [`~dspark_hf.evaluation.meter.Meter`].
         passes: Tokens fed to each pass of the target after the prompt's.
-        peak_bytes: Most memory held.
-        rounds: What our loop recorded; empty for other methods.
+        peak_bytes: Peak memory.
+        rounds: The rounds of our decoding loop; empty for other methods.
     """
 
     output_ids: list[int]
@@ -54,14 +54,14 @@ class Record:
 @dataclass
 class Difference:
     """
-    Where a greedy answer first departs from that of plain `generate`.
+    Where a greedy answer first differs from that of plain `generate`.
 
     Args:
-        task, prompt, method: Whose answer.
-        turn, position: Where: turn, and token of its answer, both from 0.
-        expected, got: Token of plain `generate` (`None` where that had ended) and of the method.
-        gap: By how much the target's logit of `expected` lies above that of `got`, in a pass over the whole prefix. Near 0
-            it is a tie that rounding decides; large, it is a mistake. `None` where one answer is the start of the other.
+        task, prompt, method: Which answer.
+        turn, position: The turn, and the token within its answer, both from 0.
+        expected, got: The token of plain `generate` and of the method; `None` for an answer that had ended.
+        gap: The target's logit of `expected` minus that of `got`, in a pass over the whole prefix. Near 0 it is a tie that
+            rounding decides; if large, it is an error. `None` where one answer is the start of the other.
     """
 
     task: str
@@ -79,7 +79,7 @@ class RecordFile:
     The measurements of a `bench` or `sweep` run on the disk, from which an interrupted run resumes.
 
     Args:
-        path: The file, made where it does not exist; see [`~dspark_hf.storage.json_lines.ResumableLines`].
+        path: The file, created if it does not exist; see [`~dspark_hf.storage.json_lines.ResumableLines`].
         settings: What the measurements depend on.
 
     Raises:
@@ -127,7 +127,7 @@ class RecordFile:
 
 
 def pack_rounds(rounds: list[Round]) -> dict[str, list]:
-    """Rounds as one list a field, which takes a fraction of the room."""
+    """Rounds as one list per field, which takes a fraction of the space."""
     packed = {name: [getattr(r, name) for r in rounds] for name in _ROUND_FIELDS}
     for name, values in packed.items():
         if name.endswith("_s"):

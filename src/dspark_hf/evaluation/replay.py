@@ -1,14 +1,14 @@
-"""Acceptance without decoding: follows an answer that the target gave, and says how a drafter would have got along with it.
+"""Acceptance without decoding: computes from a given answer of the target how many drafts would have been accepted.
 
-What a target says does not depend on its drafter, so one answer serves all drafters. With the answer `y` known, draft `j` of
-a block passes, given that all before it passed, with probability
+The target's answer does not depend on the drafter, so one answer serves all drafters. With the answer `y` known, draft `j` of
+a block is accepted, given that all before it were, with probability
 
 - greedily: 1 or 0, whether the drafter's most likely token is `y_j`;
 - sampling: `min(1, q(y_j) / p(y_j))`, the probability that the token which came out, `y_j ~ p`, came out as the draft
   (drafted and accepted: `min(p, q)`) rather than as a correction.
 
-All blocks of an answer go through the drafter in one pass, and the number of rounds follows exactly, by summing over the ways
-in which rounds can cut the answer: no noise from sampled drafts, and no decoding.
+All blocks of an answer go through the drafter in one pass. The expected number of rounds follows exactly, by summing over
+all ways in which rounds can divide the answer: there is no noise from sampled drafts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..training.target_logits import LogitRule, logit_rule
 @dataclass(frozen=True)
 class Replay:
     """
-    What following one answer gave. Expected numbers, so none is an integer when drafts are sampled.
+    The result for one answer. Counts are expected values, so they are not integers when drafts are sampled.
 
     Args:
-        tokens: Tokens committed by rounds: those of the answer but the first, which the prompt's pass gives.
+        tokens: Tokens committed by rounds: all of the answer except the first, which the pass over the prompt gives.
         rounds: Rounds, that is target passes.
-        tried, passed: For each slot, how often its draft was reached (all before it passed), and how often it passed.
+        tried, passed: For each slot, how often its draft was reached (all before it were accepted), and how often accepted.
     """
 
     tokens: int
@@ -46,18 +46,18 @@ class Replay:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a target pass, bonus included."""
+        """Tokens per target pass, bonus token included."""
         return self.tokens / self.rounds if self.rounds else float("nan")
 
 
 def acceptance_length(replays: Iterable[Replay]) -> float:
-    """Tokens a target pass over several answers."""
+    """Tokens per target pass over several answers."""
     replays = list(replays)
     return sum(replay.tokens for replay in replays) / sum(replay.rounds for replay in replays)
 
 
 def acceptance_by_slot(replays: Iterable[Replay]) -> list[float]:
-    """Acceptance at each slot, given that all before it passed (paper Fig. 2)."""
+    """Acceptance at each slot, given that all before it were accepted (paper Fig. 2)."""
     slots = zip(*((replay.tried, replay.passed) for replay in replays), strict=True)
     tried, passed = (torch.tensor(values).sum(0) for values in slots)
     return (passed / tried).tolist()
@@ -73,15 +73,15 @@ def replay(
     rule: LogitRule | None = None,
 ) -> Replay:
     """
-    Follows one answer.
+    Computes the expected rounds of one answer.
 
     Args:
         drafter: The drafter.
         target: The target that gave the answer.
         row: `input_ids` `[T]` and `loss_mask` `[T]`, True on the answer's tokens; see `dspark_hf.conversations.rows`.
-        temperature: The one the answer was sampled with, without top-k or top-p; 0 for greedy answers.
-        features: The target's over the row, `[1, T, ...]`, where they are known already.
-        rule: What the target does to its LM head's output, `logit_rule(target)`, where it is known already.
+        temperature: The temperature that the answer was sampled with, without top-k or top-p; 0 for greedy answers.
+        features: The target's features of the row, `[1, T, ...]`, if they are known already.
+        rule: How the target turns its LM head's output into logits, `logit_rule(target)`, if it is known already.
 
     Raises:
         ValueError: when the answer was not sampled from the target alone (several turns with gaps are refused).
@@ -90,7 +90,9 @@ def replay(
     loss_mask = torch.as_tensor(row["loss_mask"], device=target.device).bool()[None]
     positions = anchor_candidates(loss_mask)[0].nonzero().squeeze(-1)  # [A]
     if len(positions) > 1 and bool((positions.diff() != 1).any()):
-        raise ValueError("The row holds several answers: give a row for each, with only its own tokens in loss_mask.")
+        raise ValueError(
+            "The row holds several answers: make one row per answer, with only that answer's tokens in loss_mask."
+        )
     num_drafts = drafter.config.num_draft_tokens
     if not len(positions):
         return Replay(0, 0.0, [0.0] * num_drafts, [0.0] * num_drafts)
@@ -112,7 +114,7 @@ def teacher_forced_logits(
     context_features: torch.Tensor,
     anchors: Anchors,
 ) -> torch.Tensor:
-    """The drafter's logits `[B, A, J, V_draft]` where the tokens before each draft are those of the text."""
+    """The drafter's logits `[B, A, J, V_draft]` when the tokens before each draft are those of the text."""
     embeddings = drafter.bind(target)
     output = drafter(
         **drafter.training_inputs(input_ids, torch.ones_like(input_ids), *anchors),
@@ -138,7 +140,7 @@ def _passing(
     temperature: float,
     rule: LogitRule | None,
 ) -> torch.Tensor:
-    """Probability that each draft passes given that all before it did, `[1, A, J]`."""
+    """Probability that each draft is accepted given that all before it were, `[1, A, J]`."""
     index = draft_indices(drafter.draft_token_ids, labels)
     if not temperature:
         return logits.argmax(-1) == index
@@ -161,7 +163,7 @@ def _label_logprobs(
 
 def _walk(passing: torch.Tensor) -> Replay:
     """
-    Sums over all ways in which rounds can cut the answer.
+    Sums over all ways in which rounds can divide the answer.
 
     Args:
         passing: `[A, J]`; draft `j` of anchor `a` predicts token `a + 1 + j` of an answer of `A + 1` tokens.

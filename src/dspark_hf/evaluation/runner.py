@@ -1,7 +1,7 @@
 """Runs methods side by side, paired prompt by prompt, and checks that greedy answers are those of plain `generate`.
 
-The order of the methods rotates from prompt to prompt, so that a machine that slows down or warms up hits all alike.
-What is finished is on disk at once; a run that was stopped continues where it was.
+The order of the methods rotates from prompt to prompt, so that a machine that slows down affects all of them equally.
+Every measurement is written at once, so an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .tasks import Prompt, Task
 class BenchSettings:
     """
     Args:
-        max_new_tokens: Tokens of an answer at most.
+        max_new_tokens: Most tokens of an answer.
         temperature: 0 decodes greedily.
-        seed: Each prompt is answered with a random state made from this and the prompt's number, the same for all methods.
+        seed: Each prompt is answered with a random state derived from this and the prompt's number, the same for all methods.
         generate_kwargs: Further settings for `generate`.
     """
 
@@ -44,7 +44,7 @@ class BenchSettings:
         return self.temperature == 0
 
     def arguments(self) -> dict[str, Any]:
-        """For `generate`. Sampling is from the whole law: no top-k, no top-p."""
+        """Arguments for `generate`. Sampling uses the whole distribution: no top-k, no top-p."""
         sampling: dict[str, Any] = {"do_sample": False}
         if not self.is_greedy:
             sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
@@ -55,9 +55,9 @@ class Progress(NamedTuple):
     """
     Args:
         done, total: Measurements, those of an earlier run counted as done.
-        left_s: Estimated seconds to the end; `None` before anything was measured.
+        left_s: Estimated seconds that remain; `None` before anything was measured.
         record: The newest measurement.
-        difference: What its check found, where it was checked and differs.
+        difference: Where its answer differs from that of plain `generate`, if it was compared and differs.
     """
 
     done: int
@@ -81,14 +81,14 @@ def run_bench(
 
     Args:
         target, tokenizer: The target.
-        methods: Plain `generate` among them, or nothing can be compared with it.
-        tasks: What to ask.
-        settings: How.
-        file: Where the measurements go.
+        methods: Methods to compare; without plain `generate` among them there are no speedups and no comparison of answers.
+        tasks: The prompts.
+        settings: How answers are generated.
+        file: Where the measurements are kept.
         on_progress: Called after each measurement.
 
     Raises:
-        ValueError: when two methods have one name.
+        ValueError: when two methods have the same name.
     """
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
@@ -116,7 +116,7 @@ def run_bench(
 
 
 def prompts_of(tasks: list[Task]) -> Iterator[tuple[Task, int, Prompt]]:
-    """Every prompt with its task and its number in it, the tasks in turn: a run that is stopped has seen all of them."""
+    """Every prompt with its task and number. The tasks take turns, so that even an interrupted run has seen all of them."""
     for index in range(max((len(task.prompts) for task in tasks), default=0)):
         for task in tasks:
             if index < len(task.prompts):
@@ -124,7 +124,7 @@ def prompts_of(tasks: list[Task]) -> Iterator[tuple[Task, int, Prompt]]:
 
 
 def rotated(methods: list[Method], index: int) -> list[Method]:
-    """The order for prompt `index`: each method takes each place equally often, after each other as often as before."""
+    """The order of the methods for prompt `index`: over many prompts, each method is equally often at each place."""
     turn, start = divmod(index, len(methods))
     order = methods if turn % 2 == 0 else methods[::-1]
     return order[start:] + order[:start]
@@ -145,11 +145,11 @@ def answer(
 
     Args:
         target, tokenizer: The target.
-        method: How it decodes.
-        prompt: What it is asked.
-        settings: As for the whole run.
+        method: The method that decodes.
+        prompt: The prompt.
+        settings: Those of the whole run.
         index: The prompt's number, for the random state.
-        clock: Times the stages of its rounds, besides the turns' own times.
+        clock: Measures the stages of rounds as well.
     """
     torch.manual_seed(settings.seed * 1_000_003 + index)
     chat, cache, turns = Chat(tokenizer, prompt.system), None, []
@@ -198,7 +198,7 @@ def warm_up(target, tokenizer, methods: list[Method], prompt: Prompt, settings: 
 def check_prompt(
     target, tokenizer, methods: list[Method], task: str, index: int, prompt: Prompt, file: RecordFile
 ) -> list[Difference]:
-    """Compares the answers to one prompt with those of plain `generate`, those that were not compared before."""
+    """Compares the answers to one prompt with that of plain `generate`, unless they were compared before."""
     plain = file.records.get((task, index, PLAIN))
     found: list[Difference] = []
     for method in methods:
@@ -213,7 +213,7 @@ def check_prompt(
 
 @torch.no_grad()
 def first_difference(target, tokenizer, prompt: Prompt, plain: Record, other: Record) -> Difference | None:
-    """Where `other` first departs from `plain`; later turns answer another conversation and are not looked at."""
+    """Where `other` first differs from `plain`. Later turns are not compared: they answer another conversation."""
     chat = Chat(tokenizer, prompt.system)
     for number, (text, expected, got) in enumerate(zip(prompt.turns, plain.turns, other.turns)):
         prompt_ids = chat.ask(text)[0]
@@ -234,7 +234,7 @@ def first_difference(target, tokenizer, prompt: Prompt, plain: Record, other: Re
 
 
 def common_length(first: list[int], second: list[int]) -> int:
-    """Leading tokens that two answers share."""
+    """The number of leading tokens that two answers share."""
     pairs = zip(first, second)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
@@ -242,7 +242,7 @@ def common_length(first: list[int], second: list[int]) -> int:
 def run_settings(
     target_name: str, methods: list[Method], tasks: list[Task], settings: BenchSettings, **others: Any
 ) -> dict[str, Any]:
-    """What the measurements of a run depend on, as it is written at the top of its file."""
+    """The settings that the measurements of a run depend on, as they are written at the top of its file."""
     return {
         "target": target_name,
         "methods": [method.name for method in methods],

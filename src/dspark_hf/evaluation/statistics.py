@@ -1,4 +1,4 @@
-"""Figures of merit with their uncertainty. Prompts are what is drawn at random, so they are what is resampled."""
+"""Figures of merit with their uncertainty. Prompts are the random sample, so prompts are resampled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIDENCE_LEVEL = 0.95
 class Estimate:
     """
     Args:
-        value: NaN where there is nothing to measure.
+        value: The estimate; NaN where nothing was measured.
         low, high: Ends of the bootstrap 95 % interval; NaN with fewer than two prompts.
     """
 
@@ -33,19 +33,19 @@ class Estimate:
 @dataclass(frozen=True)
 class Counts:
     """
-    Sums over the answers to one prompt, which is all that the figures of merit are made of.
+    Sums over the answers to one prompt, from which all figures of merit are computed.
 
     Args:
-        tokens: New tokens, the one of the prompt's pass included.
-        seconds: Wall-clock time, the prompt's pass included.
-        decode_s: The same without the prompt's pass.
-        passes: Passes of the target after that of the prompt.
-        drafted: Drafts made. For methods that do not tell, those that were sent to the target.
+        tokens: New tokens, including the one from the pass over the prompt.
+        seconds: Wall-clock time, including the pass over the prompt.
+        decode_s: The same without the pass over the prompt.
+        passes: Passes of the target after the one over the prompt.
+        drafted: Drafts made; for methods that do not report it, drafts sent to the target.
         verified: Drafts sent to the target.
-        accepted: Drafts that passed.
-        committed: Tokens that came out of these passes.
-        drafting_s, verifying_s, elsewhere_s: Time of rounds; NaN for methods that do not tell.
-        peak_bytes: Most memory; NaN where unknown.
+        accepted: Drafts accepted.
+        committed: Tokens that these passes gave.
+        drafting_s, verifying_s, elsewhere_s: Time of the stages of rounds; NaN for methods that do not report it.
+        peak_bytes: Peak memory; NaN where unknown.
     """
 
     tokens: float
@@ -123,12 +123,12 @@ def summarize(records: Iterable[Record], plain: Iterable[Record] = (), seed: int
     All figures of merit of one method over some prompts.
 
     Args:
-        records: Of the method.
-        plain: Of plain `generate`; its answers to the same prompts are what `speedup` compares with.
-        seed: Of the resampling.
+        records: Records of the method.
+        plain: Records of plain `generate`; `speedup` compares with its answers to the same prompts.
+        seed: Seed of the resampling.
 
     Returns:
-        `RATIOS`, `speedup` (seconds a token of plain `generate` over those of the method) and `peak_gib`.
+        `RATIOS`, `speedup` (seconds per token of plain `generate` over those of the method) and `peak_gib`.
     """
     by_prompt = {record.key[:2]: counts_of(record) for record in records}
     counts = list(by_prompt.values())
@@ -155,7 +155,7 @@ def ratio_of_sums(top: np.ndarray, bottom: np.ndarray, factor: float = 1.0, seed
 
 
 def speedup(counts: list[Counts], base: list[Counts], seed: int = 0) -> Estimate:
-    """How many times as many tokens a second as `base`, over the same prompts in the same order."""
+    """Tokens per second over those of `base`, for the same prompts in the same order."""
     columns = [_column(c, name) for c in (counts, base) for name in ("tokens", "seconds")]
 
     def statistic(tokens, seconds, base_tokens, base_seconds, axis=-1):
@@ -167,12 +167,12 @@ def speedup(counts: list[Counts], base: list[Counts], seed: int = 0) -> Estimate
 
 def bootstrap(columns: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray], seed: int = 0) -> Estimate:
     """
-    A statistic and its percentile bootstrap interval over prompts, which stay paired across the columns.
+    A statistic and its percentile bootstrap interval. Prompts are resampled, all columns alike.
 
     Args:
-        columns: Each `[N]`.
-        statistic: Takes the columns and `axis`.
-        seed: Of the resampling.
+        columns: Values by prompt, each `[N]`.
+        statistic: A function of the columns and `axis`.
+        seed: Seed of the resampling.
 
     Raises:
         ImportError: without scipy.
@@ -242,17 +242,17 @@ def _scipy_stats() -> Any:
 @dataclass(frozen=True)
 class ConfidenceQuality:
     """
-    How well the survival `a_k` foretold what was accepted, slot by slot.
+    How well the survival `a_k` predicted which drafts were accepted, slot by slot.
 
     Args:
-        before, after: Without temperatures, and with those of the drafter; `after` is `None` where it has none.
+        before, after: Without temperatures and with those of the drafter; `after` is `None` where it has none.
     """
 
     before: list[Reliability]
     after: list[Reliability] | None
 
     def means(self) -> dict[str, float]:
-        """AUC, ECE and Brier score over all slots, as the drafter gives its confidence."""
+        """AUC, ECE and Brier score over all slots, of the confidence as the drafter uses it."""
         in_use = self.before if self.after is None else self.after
         return {name: weighted_mean(in_use, name) for name in ("auc", "ece", "brier")}
 
@@ -262,8 +262,8 @@ def confidence_quality(rounds: list[Round], temperatures: list[float] | None) ->
     Quality of the confidences recorded in `rounds`; `None` where there are none.
 
     Args:
-        rounds: From runs that verify whole blocks: with a shorter schedule only what it let through can be judged.
-        temperatures: Those in use when the rounds were recorded.
+        rounds: Rounds that verified whole blocks; other schedules show the outcome of some drafts only.
+        temperatures: The temperatures in use when the rounds were recorded.
     """
     num_slots = max((len(r.confidence) for r in rounds), default=0)
     if not num_slots:
@@ -277,11 +277,11 @@ def confidence_quality(rounds: list[Round], temperatures: list[float] | None) ->
 @dataclass(frozen=True)
 class SweepPoint:
     """
-    What a static threshold would have made of the rounds of a run.
+    What the rounds of a run would have been with a static threshold.
 
     Args:
         threshold: The threshold.
-        accepted, rejected: Drafts a round.
+        accepted, rejected: Drafts per round.
         rate: Accepted over verified.
     """
 
@@ -293,10 +293,10 @@ class SweepPoint:
 
 def threshold_sweep(rounds: list[Round], thresholds: Iterable[float]) -> list[SweepPoint]:
     """
-    Replays rounds that verified whole blocks under each static threshold.
+    What rounds that verified whole blocks would have been under each static threshold.
 
-    A cut changes neither the drafts before it nor what the target says of them, so for each round the replay is exact; only
-    which rounds come after would change, which leaves the averages as they are to first order.
+    A threshold changes neither the drafts before the cut nor whether the target accepts them, so this is exact for each
+    round. It would only change where the later rounds start, which affects the averages little.
     """
     usable = [r for r in rounds if r.confidence and r.verified]
     points = []
@@ -310,7 +310,7 @@ def threshold_sweep(rounds: list[Round], thresholds: Iterable[float]) -> list[Sw
 
 
 def confident_prefix(confidence: list[float], threshold: float) -> int:
-    """Slots before the first one less confident than `threshold`."""
+    """The number of slots before the first one below `threshold`."""
     return next((k for k, c in enumerate(confidence) if c < threshold), len(confidence))
 
 

@@ -1,4 +1,4 @@
-"""What is asked: nine public benchmarks by name, or any JSONL file of prompts."""
+"""Prompts to measure with: nine public benchmarks by name, or any JSONL file of prompts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PYTHON = "Write a solution to the following problem and make sure that it passes
 @dataclass(frozen=True)
 class Prompt:
     """
-    One conversation, of which the target gives the answers.
+    One conversation, without the answers, which the target gives.
 
     Args:
-        turns: What the user says, one entry a turn.
-        system: What stands before the first turn.
+        turns: The user's turns.
+        system: The system prompt.
     """
 
     turns: list[str]
@@ -32,9 +32,9 @@ class Prompt:
 class Task:
     """
     Args:
-        name: As it is shown.
+        name: Name of the task in tables.
         domain: `"math"`, `"code"`, `"chat"`, or `"other"`.
-        prompts: In the order of the data set.
+        prompts: The prompts, in the order of the data set.
     """
 
     name: str
@@ -50,7 +50,7 @@ class HubTask:
     Args:
         domain: As in [`Task`].
         dataset: Data set on the Hub.
-        num_rows: Rows that count, from the first.
+        num_rows: Number of rows that are used, from the first.
         to_turns: The user's turns of a row.
         config, split: Configuration and split of the data set.
         data_files: Files to read instead of a configuration.
@@ -116,14 +116,14 @@ def load_task(name: str, max_prompts: int | None = None, seed: int = 0) -> Task:
 
     Args:
         name: One of `TASK_NAMES`, read from the Hub, or a path of a JSONL file. Each line of a file has `turns` (a list
-            of user turns), `messages` (role and content; answers in it are left out, the target gives its own) or
-            `prompt` (a string). A file named after one of the tasks counts to that task's domain.
-        max_prompts: Take a random sample of this size instead of everything.
-        seed: Of the sample.
+            of user turns), `messages` (role and content; answers in it are skipped, the target gives its own) or
+            `prompt` (a string). A file named after one of the tasks belongs to that task's domain.
+        max_prompts: Size of a random sample to take instead of all prompts.
+        seed: Seed of the sample.
 
     Raises:
         ValueError: for an unknown name, or a file with lines that hold no prompt.
-        ImportError: when a task of the Hub is asked for and `datasets` is not installed.
+        ImportError: when a task is on the Hub and `datasets` is not installed.
     """
     if name in HUB_TASKS:
         task = _from_hub(name, HUB_TASKS[name])
@@ -150,10 +150,10 @@ def prompts_of_file(path: Path) -> list[Prompt]:
         except (ValueError, KeyError, TypeError):
             wrong.append(number)
     if wrong:
-        more = " and others" if len(wrong) > 10 else ""
+        numbers = f"{', '.join(map(str, wrong[:10]))}{' and more' if len(wrong) > 10 else ''}"
         raise ValueError(
-            f"'{path}' is not a file of prompts: rows {wrong[:10]}{more} hold none. Each row is a JSON object with 'turns' "
-            "(list of strings), 'messages' (list of role and content) or 'prompt' (string)."
+            f"'{path}' is not a file of prompts: there is no prompt in row{'s' * (len(wrong) > 1)} {numbers}. Each row must be a "
+            "JSON object with 'turns' (list of strings), 'messages' (list of role and content) or 'prompt' (string)."
         )
     return prompts
 
@@ -180,7 +180,7 @@ def to_prompt(row: Mapping[str, Any]) -> Prompt:
 
 
 def sampled(prompts: list[Prompt], max_prompts: int | None, seed: int) -> list[Prompt]:
-    """At most `max_prompts`, drawn at random and in their old order, so that no category at the start dominates."""
+    """At most `max_prompts` prompts, drawn at random because data sets are often sorted by category; their order is kept."""
     if max_prompts is None or max_prompts >= len(prompts):
         return prompts
     chosen = sorted(random.Random(seed).sample(range(len(prompts)), max_prompts))

@@ -1,8 +1,7 @@
-"""Decoding for those who imported nothing: what the `custom_generate/generate.py` of a drafter's repository runs."""
+"""Decoding for programs that import nothing of ours: what the `custom_generate/generate.py` of a drafter's repository runs."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,40 +14,29 @@ from ..drafter import Drafter
 _drafters: WeakKeyDictionary[PreTrainedModel, dict[Any, Drafter]] = WeakKeyDictionary()
 
 
-def generate(model: PreTrainedModel, drafter: Any = None, **kwargs: Any) -> Any:
+def generate_with(model: PreTrainedModel, drafter: Any = None, **kwargs: Any) -> Any:
     """
-    What `target.generate(**inputs, custom_generate="owner/drafter", trust_remote_code=True)` comes to.
+    What `target.generate(**inputs, custom_generate="owner/drafter", trust_remote_code=True)` runs.
 
-    The drafter is loaded once for a target, in its number type and onto its device.
+    The drafter is loaded once for a target, in its dtype and onto its device.
 
     Args:
         model: The target, as transformers passes it.
-        drafter: Folder or repository to load the drafter from, or the drafter; by default `custom_generate=` itself.
+        drafter: Folder or repository to load the drafter from, or the drafter. The code in a repository fills in the repository.
         kwargs: Everything else that was given to `generate`; `revision`, `token`, ... choose the files on the Hub.
 
     Raises:
-        ValueError: when it is not called through `custom_generate=` and `drafter=` is not given.
+        ValueError: when nothing says which drafter to load.
     """
-    hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
     if drafter is None:
-        drafter = _asked_for()
+        raise ValueError(
+            "This code was saved to a folder and does not know where the folder is now: pass it as drafter= as well, "
+            "generate(custom_generate=folder, drafter=folder)."
+        )
+    hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
     if not isinstance(drafter, Drafter):
         drafter = _load(model, str(drafter), hub)
     return model.generate(**(kwargs | {"assistant_model": drafter}))
-
-
-def _asked_for() -> str:
-    """
-    The `custom_generate=` of the `generate` that called: transformers tells the code of a repository everything but where
-    it came from.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        asked = frame.f_locals.get("custom_generate")
-        if frame.f_code.co_name == "generate" and isinstance(asked, str):
-            return asked
-        frame = frame.f_back
-    raise ValueError("It cannot be told which repository this code came from: pass drafter='owner/drafter' as well.")
 
 
 def _load(model: PreTrainedModel, name: str, hub: dict[str, Any]) -> Drafter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from os import PathLike
 from pathlib import Path
 
@@ -15,8 +14,18 @@ TEMPLATE = Path(__file__).parent / "templates" / "generate.py"
 REQUIREMENTS = "dspark-hf>=0.1.0\n"
 
 
-def write_custom_generate(folder: str | PathLike[str]) -> None:
-    """Writes `custom_generate/generate.py` and its `requirements.txt` beside a drafter's weights."""
+def write_custom_generate(folder: str | PathLike[str], repo_id: str | None = None) -> None:
+    """
+    Writes `custom_generate/generate.py` and its `requirements.txt` beside a drafter's weights.
+
+    Args:
+        folder: Where the weights are.
+        repo_id: The repository that they go to, `owner/name`. transformers does not tell the code where it was loaded from, so
+            the code has to say where its drafter is; without a repository, the caller has to (`drafter=folder`).
+    """
+    code = TEMPLATE.read_text(encoding="utf-8")
+    if repo_id is not None:
+        code = code.replace("REPOSITORY = None", f'REPOSITORY = "{repo_id}"')
     with whole_files(Path(folder) / FOLDER) as part:
-        shutil.copyfile(TEMPLATE, part / "generate.py")
+        (part / "generate.py").write_text(code, encoding="utf-8")
         (part / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")

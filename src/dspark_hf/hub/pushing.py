@@ -17,7 +17,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from ..checkpoints.reading import read_checkpoint
 from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figure_files, is_generated
-from .custom_generate import FOLDER
+from .custom_generate import FOLDER, write_custom_generate
 from .training_summary import TRAINING_FILE, TrainingSummary
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def push(
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / repo_id.split("/")[-1]
         serving = write(folder)
+        if (folder / FOLDER).exists():
+            write_custom_generate(folder, repo_id)
         if (source := _source(drafter, beside)) is not None:
             _copy_companions(source, folder)
         same_weights = there.holds(folder)

@@ -40,9 +40,12 @@ from ..conversations.prompts import (
 )
 from ..conversations.rows import end_token_ids
 from ..conversations.templates import thinking_switch
+from ..ragged.supported import length_limits, unsupported_reason
 from ..storage.json_lines import ResumableLines
-from .decoder import Completion, Request, Sampling, SlotDecoder, length_limits, unsupported_reason
+from .decoder import SlotDecoder
 from .progress import Progress
+from .requests import Completion, Request
+from .token_sampling import Sampling
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..storage.json_lines import ResumableLines
-from .decoder import Request
 from .progress import Progress
 from .regeneration import RegenerationSettings, Regenerator, request_seed
+from .requests import Request
 
 logger = logging.getLogger(__name__)
 

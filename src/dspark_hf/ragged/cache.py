@@ -1,0 +1,232 @@
+"""Keys and values of rows that have different lengths and grow at different speeds.
+
+Each layer holds one buffer `[B, H_kv, capacity, d]`. Every row starts at column 0, whatever its length, and a pass writes
+each token at the next free column of its row. Taking rejected tokens back is lowering a row's length, and giving a row
+to another request is setting it to 0, so nothing is copied, cropped or concatenated.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from .plan import RaggedPlan
+
+_GROWTH = 128  # Buffers get this many columns more than are needed, so that few passes have to enlarge them.
+
+KeyValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class RaggedLayer(CacheLayerMixin):
+    """The buffers of one layer. `plan` is that of the current pass, and `pads` says whether it feeds padded rows."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+        self.capacity = 0
+        self.plan: RaggedPlan | None = None
+        self.pads = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the buffers for states `[..., H_kv, N, d]` like these."""
+        self.keys, self.values = (
+            states.new_zeros(self.num_rows, states.shape[1], self.capacity, states.shape[3])
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> KeyValues:
+        """
+        Writes the new states of the pass.
+
+        Args:
+            key_states, value_states: Packed `[1, H_kv, N, d]`, or of padded rows `[R, H_kv, Q, d]`.
+
+        Returns:
+            The columns that the pass reads: of all rows, or of the padded rows alone, `[B or R, H_kv, S, d]`.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        plan, keys, values = self.plan, self.keys, self.values
+        assert plan is not None and keys is not None and values is not None
+        plan = plan.on(keys.device)
+        for buffer, states in ((keys, key_states), (values, value_states)):
+            by_token = states[0].transpose(0, 1) if not self.pads else plan.groups[0].unpad(states.transpose(1, 2))
+            buffer[plan.rows, :, plan.columns] = by_token
+        if self.pads:
+            return plan.groups[0].columns_of(keys), plan.groups[0].columns_of(values)
+        return keys[:, :, : plan.span], values[:, :, : plan.span]
+
+    def reserve(self, num_columns: int) -> None:
+        """Makes room for `num_columns` columns in each row."""
+        if num_columns <= self.capacity:
+            return
+        extra = (0, 0, 0, num_columns + _GROWTH - self.capacity)
+        self.capacity = num_columns + _GROWTH
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (torch.nn.functional.pad(b, extra) for b in (self.keys, self.values))
+
+    def take_over(self, prompt: KeyValues, sources: torch.Tensor, num_columns: int) -> None:
+        """
+        Fills the buffers from the layer of an ordinary cache.
+
+        Args:
+            prompt: Its keys and values `[B, H_kv, L, d]`: the last `L` of `num_columns` columns, as sliding windows keep
+                no others, which then no later token attends to.
+            sources: For each row and column to fill the column there, `[B, C]`.
+            num_columns: Columns that the ordinary cache has seen.
+        """
+        self.lazy_initialization(*prompt)
+        index = (sources - (num_columns - prompt[0].shape[2])).clamp(min=0).to(prompt[0].device)
+        rows = torch.arange(len(index), device=index.device)[:, None]
+        for buffer, states in zip((self.keys, self.values), prompt, strict=True):
+            assert buffer is not None
+            buffer[:, :, : index.shape[1]] = states[rows, :, index].transpose(1, 2)
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps these rows, in this order."""
+        self.num_rows = len(rows)
+        if self.keys is not None and self.values is not None:
+            index = torch.tensor(rows, dtype=torch.long, device=self.keys.device)
+            self.keys, self.values = self.keys[index], self.values[index]
+
+    def get_seq_length(self) -> int:
+        """As if the tokens of the pass were the last ones of one row."""
+        return 0 if self.plan is None else max(self.plan.span - len(self.plan.rows), 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self.plan is None else self.plan.span), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RaggedCache(Cache):
+    """
+    The keys and values of `B` rows, each with a length of its own.
+
+    Args:
+        num_layers: Layers of the target that keep keys and values.
+        num_rows: `B`.
+
+    Attributes:
+        lengths (`list[int]`): Columns in use of each row. Whoever feeds tokens raises it by those that are to stay.
+        position_offsets (`torch.Tensor`): What a token's position is ahead of its column, `[B]`, or `[axes, B]` for
+            positions that have several axes.
+        key_mask (`torch.Tensor`, *optional*): False at columns that no token attends to, `[B, C]`; columns from `C` on
+            are attended to.
+        pads (`bool`): Whether passes feed padded rows instead of packed tokens.
+    """
+
+    def __init__(self, num_layers: int, num_rows: int) -> None:
+        super().__init__(layers=[RaggedLayer(num_rows) for _ in range(num_layers)])
+        self.lengths = [0] * num_rows
+        self.position_offsets = torch.zeros(num_rows, dtype=torch.long)
+        self.key_mask: torch.Tensor | None = None
+        self.pads = False
+        self._padding = [0] * num_rows  # Columns before each row's first token that the ordinary cache has.
+
+    @classmethod
+    def of_prompts(cls, cache: Cache, attended: torch.Tensor | None, position_ids: torch.Tensor) -> RaggedCache:
+        """
+        Takes over the rows of an ordinary cache after their prompts were fed.
+
+        Args:
+            cache: The ordinary cache; each of its layers keeps keys and values.
+            attended: False at padding, `[B, T]`; `None` for no padding. Padding before a row's first token is left out.
+            position_ids: Position of each of the `T` columns, `[B, T]` or `[axes, B, T]`.
+        """
+        num_columns, num_rows = int(cache.get_seq_length()), cache.layers[0].keys.shape[0]
+        own = cls(len(cache.layers), num_rows)
+        if attended is not None:
+            attended = attended.bool().cpu()
+            own._padding = attended.int().argmax(dim=1).tolist()
+        own.lengths = [num_columns - padding for padding in own._padding]
+        columns = torch.arange(max(own.lengths))
+        sources = (columns + torch.tensor(own._padding)[:, None]).clamp(max=num_columns - 1)  # [B, longest row]
+        for layer, filled in zip(own.layers, cache.layers, strict=True):
+            layer.reserve(len(columns))
+            layer.take_over((filled.keys[:, :, :num_columns], filled.values[:, :, :num_columns]), sources, num_columns)
+        if attended is not None:
+            mask = attended.gather(1, sources) | (columns >= torch.tensor(own.lengths)[:, None])
+            own.key_mask = None if mask.all() else mask
+        own.position_offsets = position_ids[..., num_columns - 1].cpu() + 1 - torch.tensor(own.lengths)
+        return own
+
+    def plan(self, counts: list[int]) -> RaggedPlan:
+        """Makes room for `counts[r]` new tokens of row `r` in the next pass, and says where they go."""
+        plan = RaggedPlan.of(self.lengths, counts, self.key_mask, in_one_group=self.pads)
+        for layer in self.layers:
+            layer.reserve(plan.span)
+            layer.plan, layer.pads = plan, self.pads
+        return plan
+
+    def positions(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """The positions of tokens at `columns` of `rows`, in their shape (behind the axes, where there are several)."""
+        return columns + self.position_offsets[..., rows]
+
+    def reserve(self, num_columns: int) -> None:
+        """Makes room for rows of `num_columns` columns at once, instead of little by little."""
+        for layer in self.layers:
+            layer.reserve(num_columns)
+
+    def select(self, rows: list[int]) -> None:
+        """Keeps only the given rows, in this order: the others cost nothing more."""
+        for layer in self.layers:
+            layer.select(rows)
+        self.lengths = [self.lengths[row] for row in rows]
+        self._padding = [self._padding[row] for row in rows]
+        self.position_offsets = self.position_offsets[..., rows]
+        self.key_mask = None if self.key_mask is None else self.key_mask[rows]
+
+    def clear(self, row: int) -> None:
+        """Empties a row, so that it can be given to another request."""
+        self.lengths[row] = self._padding[row] = 0
+        self.position_offsets[..., row] = 0
+        if self.key_mask is not None:
+            self.key_mask[row] = True
+
+    def extract(self, row: int) -> list[KeyValues]:
+        """A copy of one row's keys and values `[H_kv, T, d]` for each layer, in the columns of an ordinary cache."""
+        padding, length = (0, 0, self._padding[row], 0), self.lengths[row]
+        return [
+            tuple(torch.nn.functional.pad(buffer[row, :, :length], padding) for buffer in (layer.keys, layer.values))
+            for layer in self.layers
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers: rows times columns in use (and at most twice 128 more), whatever was rejected."""
+        buffers = [b for layer in self.layers for b in (layer.keys, layer.values) if b is not None]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+def fill(cache: Cache, rows: dict[int, list[KeyValues]]) -> None:
+    """
+    Puts rows that ended at different times into an ordinary cache.
+
+    Args:
+        cache: The cache that the prompts were fed with. What it holds is replaced.
+        rows: For each index in the batch what [`RaggedCache.extract`] gave when the row ended. Padding columns, before a
+            row and behind one that ended early, hold zeros, where plain `generate` leaves what padding tokens gave.
+    """
+    num_columns = max(layers[0][0].shape[1] for layers in rows.values())
+    cache.reset()
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):  # Older versions of transformers only fill it with zeros.
+            layer.is_initialized = False
+    for index in range(len(rows[0])):
+        stacked = [
+            torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)
+        ]
+        cache.update(*stacked, index)
+
+
+def _filled(states: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """`[H_kv, T, d]` with zeros behind, or cut, to `[H_kv, num_columns, d]`."""
+    return torch.nn.functional.pad(states, (0, 0, 0, num_columns - states.shape[1]))

@@ -1,0 +1,62 @@
+"""Which targets can be fed rows of different lengths, and up to which length."""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import PreTrainedModel
+
+from ..rope_limit import rope_limit
+from ..transformers_names import CACHE_KEY, is_stateful, supports_sdpa
+from .cache import RaggedCache
+from .exchange import can_exchange_attention
+from .target import LAYER_TYPES, RaggedTarget
+
+
+def length_limits(target: PreTrainedModel) -> dict[str, int]:
+    """Lengths in tokens, by what they are, from which on the rows of a pass would influence each other; usually none."""
+    rope = rope_limit(target)
+    limits = {"original RoPE length": rope.length if rope else None, "unscaled attention": _unscaled_length(target)}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | None:
+    """
+    Why `target` cannot be fed rows of up to `max_length` tokens that start from nothing; `None` where it can.
+
+    It needs keys and values in every layer, positions that come from rotary or learned embeddings, and rows within
+    [`length_limits`].
+    """
+    config = target.config.get_text_config()
+    if target.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if not (can_exchange_attention(target) or supports_sdpa(target)):
+        return "its attention cannot be exchanged"
+    if is_stateful(target):
+        return "its cache holds a recurrent state"
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if layer_types - set(LAYER_TYPES):
+        return f"its layers are of the types {', '.join(sorted(layer_types))}"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "some of its layers share keys and values"
+    if getattr(config, "alibi", False):
+        return "its positions are biases of the attention logits (ALiBi)"
+    for name, limit in length_limits(target).items():
+        if limit < max_length:
+            return f"its {name} of {limit} tokens is shorter than the longest row, {max_length} tokens"
+    needed = {"position_ids", "logits_to_keep", "use_cache", CACHE_KEY}
+    missing = needed - set(inspect.signature(target.forward).parameters)
+    if missing:
+        return f"its forward takes no {', '.join(sorted(missing))}"
+    try:
+        RaggedTarget(target, RaggedCache(config.num_hidden_layers, 1))
+    except ValueError:
+        return "rows of different lengths that share a pass get other logits than each row alone"
+    return None
+
+
+def _unscaled_length(target: PreTrainedModel) -> int | None:
+    """Tokens up to which Llama 4 does not scale its queries by their index in the pass, which it takes for a position."""
+    config = target.config.get_text_config()
+    is_scaled = getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale")
+    return config.floor_scale - 1 if is_scaled else None

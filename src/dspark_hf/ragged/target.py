@@ -1,0 +1,187 @@
+"""A target that is fed tokens of several rows in one pass."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+from transformers.utils import logging
+
+from ..transformers_names import CACHE_KEY
+from .attention import NotPackable, RaggedMask
+from .cache import RaggedCache
+from .exchange import attention_in_place, can_exchange_attention, following
+from .plan import RaggedPlan
+
+logger = logging.get_logger(__name__)
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+# Targets whose rows turned out not to be packable, and for those that pad rows, whether a trial gave the right logits.
+_not_packable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+_right_when_padded: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+
+
+class RaggedTarget:
+    """
+    Feeds a target the tokens of several rows that have different lengths, in one pass.
+
+    The tokens of all rows go through the target's linear layers packed in one sequence, and only its attention, exchanged
+    for ours, takes them apart. A target that does not allow this is fed rows padded to the longest of the pass: the same
+    output at a higher cost. Whether it is the same is tried once for each such target.
+
+    Args:
+        model: The target.
+        cache: The keys and values of its rows.
+
+    Raises:
+        ValueError: when rows cannot share a pass of the target.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache) -> None:
+        self.model = model
+        self.cache = cache
+        self._rules = mask_rules(model)
+        if model in _not_packable:
+            self._pad_rows("")
+        elif not can_exchange_attention(model):
+            self._pad_rows("it does not use transformers' attention interface")
+
+    def attention_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which the target can be fed; it may stay open for as long as the target is in use."""
+        return contextlib.nullcontext() if self.cache.pads else attention_in_place(self.model)
+
+    def feed(self, token_ids: torch.Tensor, counts: list[int], wants_logits: bool = True, **forward_kwargs: Any) -> Any:
+        """
+        One pass of the target. The cache's lengths stay: the caller raises them by the tokens that are to stay.
+
+        Args:
+            token_ids: The new tokens of all rows, one row after the other, `[N]`.
+            counts: How many of them belong to each row, possibly none.
+            wants_logits: Whether logits are to be computed; prompts need none.
+            forward_kwargs: For the target, `output_hidden_states` for instance.
+
+        Returns:
+            The target's output. Its logits and hidden states have the shape `[1, N, ...]`.
+
+        Raises:
+            ValueError: when rows cannot share a pass of the target.
+        """
+        if not wants_logits and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            forward_kwargs["logits_to_keep"] = 1
+        if not self.cache.pads:
+            try:
+                return self._packed(self.cache.plan(counts), token_ids, forward_kwargs)
+            except NotPackable as reason:
+                _not_packable.add(self.model)
+                self._pad_rows(str(reason))
+        return self._padded(self.cache.plan(counts), token_ids, wants_logits, forward_kwargs)
+
+    # ------------------------------------------------------------------ the two ways to feed
+
+    def _packed(self, plan: RaggedPlan, token_ids: torch.Tensor, forward_kwargs: dict[str, Any]) -> Any:
+        positions = self.cache.positions(plan.rows, plan.columns)[..., None, :]
+        with following(plan):
+            return self._forward(token_ids[None], positions, None, forward_kwargs)
+
+    def _padded(
+        self, plan: RaggedPlan, token_ids: torch.Tensor, wants_logits: bool, forward_kwargs: dict[str, Any]
+    ) -> Any:
+        group, device = plan.groups[0], token_ids.device
+        rows = torch.arange(len(plan.counts))[group.rows][:, None].expand_as(group.query_columns)
+        positions = self.cache.positions(rows, group.query_columns)
+        like = torch.empty(0, dtype=self.model.dtype, device=device)
+        masks = {kind: RaggedMask(plan, rule).additive(0, 1, like) for kind, rule in self._rules.items()}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        output = self._forward(group.to(device).pad(token_ids), positions, mask, forward_kwargs)
+
+        def packed(states: torch.Tensor | None) -> torch.Tensor | None:
+            return None if states is None else group.to(states.device).unpad(states)[None]
+
+        output.logits = packed(output.logits) if wants_logits else None
+        if output.hidden_states is not None:
+            output.hidden_states = tuple(packed(states) for states in output.hidden_states)
+        return output
+
+    def _forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Any, forward_kwargs: dict[str, Any]
+    ) -> Any:
+        return self.model(
+            input_ids=input_ids,
+            position_ids=position_ids.to(input_ids.device),
+            attention_mask=attention_mask,
+            use_cache=True,
+            return_dict=True,
+            **{CACHE_KEY: self.cache},
+            **forward_kwargs,
+        )
+
+    def _pad_rows(self, reason: str) -> None:
+        """From now on feeds padded rows, if that is right."""
+        self.cache.pads = True
+        name = type(self.model).__name__
+        if self.model not in _right_when_padded:
+            _right_when_padded[self.model] = True  # During the trial, which comes here as well.
+            _right_when_padded[self.model] = _is_right(self.model, len(self.cache.layers))
+            if _right_when_padded[self.model]:
+                logger.warning_once(
+                    f"Rows of {name} are padded to the longest of each pass instead of packed, because {reason}. The output is "
+                    "the same, at a higher cost."
+                )
+        if not _right_when_padded[self.model]:
+            raise ValueError(
+                f"Rows of different lengths cannot share a pass of {name}: a trial with two rows gave other logits than each row "
+                "alone. Generate for each row alone."
+            )
+
+
+@torch.no_grad()
+def _is_right(model: PreTrainedModel, num_layers: int) -> bool:
+    """Whether two short rows that are fed together get the logits that each gets alone."""
+    ids = torch.arange(1, 11, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
+    cache = RaggedCache(num_layers, 2)
+    target = RaggedTarget(model, cache)
+    try:
+        first = target.feed(ids[[0, 1, 2, 6]], [3, 1]).logits[0]
+        cache.lengths = [3, 1]
+        second = target.feed(ids[[3, 4, 7, 8, 9]], [2, 3]).logits[0]
+        alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in ids.split([6, 4])])
+    except Exception:  # Whatever the model objects to, it does not take rows in this form.
+        return False
+    together = torch.cat([first[:3], second[:2], first[3:], second[2:]])
+    alone = torch.cat([alone[:5], alone[6:]])
+    return bool((together - alone).abs().max() < 0.1 * alone.std())
+
+
+def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., torch.Tensor]]:
+    """
+    For each type of the target's layers the mask function that says what a token attends to.
+
+    Raises:
+        ValueError: for other types than [`LAYER_TYPES`].
+    """
+    config = model.config.get_text_config(decoder=True)
+    window, chunk_size = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    of_all = "full_attention" if window is None else "sliding_attention"
+    layer_types = set(getattr(config, "layer_types", None) or [of_all])
+    if unknown := sorted(layer_types - set(LAYER_TYPES)):
+        raise ValueError(
+            f"Rows of different lengths cannot share a pass of {type(model).__name__}, which has layers of the type "
+            f"{', '.join(unknown)}. Generate for each row alone."
+        )
+    rules = {
+        "full_attention": lambda: causal_mask_function,
+        "sliding_attention": lambda: sliding_window_causal_mask_function(window),
+        "chunked_attention": lambda: chunked_causal_mask_function(chunk_size, torch.zeros(1, dtype=torch.long)),
+    }
+    return {kind: rules[kind]() for kind in sorted(layer_types)}

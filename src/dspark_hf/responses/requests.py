@@ -1,0 +1,46 @@
+"""A prompt to continue, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Request:
+    """One prompt to continue.
+
+    Args:
+        key: the caller's name for it, handed back with the completion.
+        input_ids: the prompt's token ids, at least one.
+        max_new_tokens: the limit of the response.
+        seed: seeds this request's uniform numbers.
+    """
+
+    key: int
+    input_ids: list[int]
+    max_new_tokens: int
+    seed: int = 0
+
+
+@dataclass
+class Completion:
+    """A request's response.
+
+    Args:
+        key: the request's.
+        token_ids: the new tokens, without the end-of-sequence token.
+        end_id: the end-of-sequence token that ended it; None where the limit cut it.
+    """
+
+    key: int
+    token_ids: list[int]
+    end_id: int | None
+
+    @property
+    def finished(self) -> bool:
+        return self.end_id is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the target produced, the end-of-sequence token counted."""
+        return len(self.token_ids) + self.finished
