@@ -132,7 +132,7 @@ def test_rows_that_stay_below_the_limit(target):
 def test_rows_that_may_reach_the_limit_are_refused(target):
     batch = tiny.left_padded(tiny.prompt(9), tiny.prompt(4, seed=1))
     message = rig.refusing(target, **batch, max_new_tokens=LIMIT - 8)
-    assert all(word in message for word in ("rope_type", str(LIMIT), type(target).__name__, "each row")), message
+    assert all(word in message for word in ("RoPE length", str(LIMIT), type(target).__name__, "each row")), message
 
 
 @pytest.mark.parametrize("make", [llama_longrope, phi3_longrope], ids=lambda make: make.__name__)

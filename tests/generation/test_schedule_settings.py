@@ -8,7 +8,7 @@ from generation import rig
 
 import tiny
 from dspark_hf import DSparkDrafter, record_speculation
-from dspark_hf.generation.requirements import backoff_of, draft_settings
+from dspark_hf.generation.draft_settings import backoff_of, draft_settings
 from dspark_hf.scheduling import (
     AsyncThroughputScheduler,
     ConfidenceThreshold,

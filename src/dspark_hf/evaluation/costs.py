@@ -11,8 +11,8 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from ..drafter import Drafter
+from ..generation.draft_settings import curve_of
 from ..generation.generators import generator_of
-from ..generation.requirements import curve_of
 from ..scheduling import ThroughputCurve
 from ..scheduling.throughput_curve import DEFAULT_TOKEN_COUNTS
 from ..transformers_names import output_hidden_states

@@ -1,6 +1,6 @@
 """`generate(assistant_model=drafter)`: the decoding loop and what it is made of. Start with `loop.py`."""
 
-from .loop import dspark_generate
+from .entry import dspark_generate
 from .registration import register, unregister
 from .streamer import DraftStreamer, DraftTintStreamer
 from .telemetry import Round, SpeculationStats, StageClock, record_speculation

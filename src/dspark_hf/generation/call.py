@@ -14,18 +14,20 @@ from ..rope_limit import RopeLimit, rope_limit
 from ..scheduling import NoBackoff, RowsBackoff, VerifyScheduler
 from ..transformers_names import is_callers_cache, pad_token_of
 from .batch_steps import BatchSteps
-from .candidate_generator import DSparkCandidateGenerator
+from .candidate_generator import Draft, DSparkCandidateGenerator
 from .context_memory import remember
+from .draft_settings import backoff_of, draft_settings
 from .generators import generator_of
 from .logits_process import is_rowwise
 from .output import Output
-from .requirements import backoff_of, check_call, draft_settings, unwrap_drafter
+from .requirements import check_call, unwrap_drafter
 from .returned import Returned, assemble
 from .row_processors import processors_for_row
 from .rows_target_pass import RowsTargetPass
 from .stopping import StoppingRules
 from .target_pass import TargetPass
-from .telemetry import current_recorder
+from .telemetry import Round, current_recorder
+from .token_choice import TokenChoice
 
 
 @dataclass
@@ -103,6 +105,34 @@ class Call:
             self.generator.keep_rows(places)
             self.target.keep_rows(places)
         self.rows = [self.rows[place] for place in places]
+
+    def record(
+        self,
+        rows: list[int],
+        wanted: list[bool],
+        num_drafted: int,
+        drafts: list[Draft],
+        choices: list[TokenChoice],
+        counts: list[int],
+    ) -> None:
+        """Tells whoever records what happened to each row in a round."""
+        if (recorder := current_recorder()) is None:
+            return
+        parts = zip(rows, wanted, drafts, choices, counts, strict=True)
+        recorder.add(
+            [
+                Round.cut_to_output(
+                    row=row,
+                    drafted=num_drafted if wants else 0,
+                    verified=draft.ids.shape[1],
+                    accepted=choice.num_accepted,
+                    committed=count,
+                    confidence=[] if draft.confidence is None else draft.confidence[0].tolist(),
+                    skipped=not wants,
+                )
+                for row, wants, draft, choice, count in parts
+            ]
+        )
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What plain `generate` would return. Of one row, the drafter's context is kept for a call that continues it."""

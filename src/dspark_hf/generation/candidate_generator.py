@@ -81,7 +81,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.embeddings = drafter.bind(target)
-        self.logits_processors = [drafting_processors(own) for own in logits_processors]
+        self.logits_processors = [drafting_processors(processors) for processors in logits_processors]
         self.do_sample = do_sample
         self.num_draft_tokens = drafter.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self.scheduler = scheduler if scheduler is not None else FixedLength()

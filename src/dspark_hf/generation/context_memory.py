@@ -16,7 +16,7 @@ from ..draft_cache import DraftCache
 from ..drafter import Drafter
 from .draft_context import DraftContext
 from .prompt_pass import cache_holds_prefix, recompute_features
-from .target_pass import TargetPass
+from .target_model import TargetModel
 
 # Keyed by the target's cache object and gone with it: nothing is stored on either model.
 _memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref, torch.Tensor, DraftCache]] = weakref.WeakKeyDictionary()
@@ -42,7 +42,7 @@ def recall(cache: Cache, drafter: Drafter, token_ids: torch.Tensor) -> DraftCach
     return draft_cache
 
 
-def prepare_context(target: TargetPass, context: DraftContext, input_ids: torch.Tensor) -> None:
+def prepare_context(target: TargetModel, context: DraftContext, input_ids: torch.Tensor) -> None:
     """Gives the drafter what can be had of the tokens in the target's cache, before the prompt is fed."""
     past_length = target.past_length
     if past_length == 0:

@@ -37,13 +37,13 @@ class DraftSampler:
     ):
         self.last_ids = torch.cat([ids[:, -1] for ids in input_ids])
         self._processors = processors
-        self._are_rowwise = all(is_rowwise(own) for own in processors)
+        self._are_rowwise = all(is_rowwise(row) for row in processors)
         self._sequences = [] if self._are_rowwise else list(input_ids)
         self._do_sample = do_sample
         self._draft_token_ids = draft_token_ids
         self._vocab_size = vocab_size
         # Where the processors allow, probabilities are made over the draft vocabulary, which can be many times smaller.
-        self._is_reduced = draft_token_ids is not None and not any(names_tokens(own) for own in processors)
+        self._is_reduced = draft_token_ids is not None and not any(names_tokens(row) for row in processors)
         self._ids: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
 

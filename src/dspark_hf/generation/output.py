@@ -8,7 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 from .returned import Returned
 from .stopping import StoppingRules
 from .streamer import DraftStreamer
-from .target_pass import TargetOutput
+from .target_model import TargetOutput
 from .token_choice import TokenChoice
 
 

@@ -9,7 +9,8 @@ import torch
 
 from ..transformers_names import CACHE_KEY, TOKEN_TYPE_KEYS, prompt_mask_length
 from .requirements import refuse
-from .target_pass import TargetOutput, TargetPass
+from .target_model import TargetModel, TargetOutput
+from .target_pass import TargetPass
 
 
 def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetOutput]:
@@ -39,11 +40,10 @@ def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetO
         ids = input_ids if embeds is not None else input_ids[:, : end - offset]
         output = target.forward(ids, end - start, 1, kwargs, is_first_iteration=True)
         yield output._replace(attended=target.attended_columns(start, end))
-    target.adopt_cache(output, total)
     target.begin_rounds()
 
 
-def recompute_features(target: TargetPass, input_ids: torch.Tensor) -> torch.Tensor:
+def recompute_features(target: TargetModel, input_ids: torch.Tensor) -> torch.Tensor:
     """
     Features of a prefix that only the cache has seen, `[B, T, m * D_target]`, at the price of a pass over it.
 
@@ -56,14 +56,14 @@ def recompute_features(target: TargetPass, input_ids: torch.Tensor) -> torch.Ten
     return target.forward(input_ids, length, 1, kwargs, is_first_iteration=True).context_features
 
 
-def cache_holds_prefix(target: TargetPass, input_ids: torch.Tensor) -> bool:
+def cache_holds_prefix(target: TargetModel, input_ids: torch.Tensor) -> bool:
     """Whether `input_ids` starts with the tokens in the cache; otherwise it holds new tokens only."""
     if target.past_length == 0 or target.model_kwargs.get("inputs_embeds") is not None:
         return True
     return prompt_mask_length(target.model_kwargs, target.generation_config) == input_ids.shape[1]
 
 
-def _kwargs_of_first(target: TargetPass, length: int, total: int) -> dict[str, Any]:
+def _kwargs_of_first(target: TargetModel, length: int, total: int) -> dict[str, Any]:
     """`model_kwargs` as they would be for the first `length` of `total` prompt tokens."""
     kwargs = dict(target.model_kwargs)
     for name in ("attention_mask", "position_ids", *TOKEN_TYPE_KEYS):

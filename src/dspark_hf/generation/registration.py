@@ -13,7 +13,7 @@ from transformers.generation import StoppingCriteriaList
 
 from ..drafter import Drafter
 from ..transformers_names import default_generation_settings
-from .loop import dspark_generate
+from .entry import dspark_generate
 from .requirements import unwrap_drafter
 
 _ORIGINAL = "_dspark_hf_original"

@@ -12,7 +12,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..transformers_names import CACHE_KEY
-from .target_pass import TargetOutput
+from .target_model import TargetOutput
 from .token_choice import TokenChoice
 
 FIELDS = ("scores", "logits", "attentions", "hidden_states")
@@ -121,7 +121,7 @@ def _rows_of(present: Sequence[torch.Tensor | None], like: torch.Tensor) -> torc
 
 
 def _attention_at(slot: int, num_slots: int, weights: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Attention `[B, H, 1, T]` of one fed position over what a pass of its own would have seen."""
+    """Attention `[B, H, 1, T]` of one fed position over what a pass over it alone would have seen."""
     row = weights[:, :, slot : slot + 1]
     if isinstance(layer, StaticLayer):  # All of the buffer, whatever it holds.
         return row

@@ -13,7 +13,7 @@ from .requirements import refuse
 
 class Rollback:
     """
-    Lets a cache forget the last tokens of a pass.
+    Lets the target's cache forget the last tokens of a pass.
 
     Attention layers crop keys and values. Sliding-window and convolution layers would have dropped what they need for that, so
     they record their past from [`~Rollback.begin`] to [`~Rollback.end`]. All other layers are refused.
@@ -28,21 +28,23 @@ class Rollback:
 
     def __init__(self, model: PreTrainedModel, cache: Cache):
         self.cache = cache
-        self.has_begun = False
         self._recording: list[Any] = []
         if is_stateful(model):
             refuse(f"{type(model).__name__} keeps recurrent state, which cannot be rolled back after a rejected draft")
         self._check_layers()
 
-    def begin(self) -> None:
+    def begin(self, cache: Cache) -> None:
         """
         Called between the prompt and the first round, not earlier: recording every state of a long prompt would hold far more
         memory than the layers keep.
+
+        Args:
+            cache: The target's cache, which the prompt's pass may have made anew.
         """
+        self.cache = cache
         self._check_layers()
         self._recording = [layer for layer in self.cache.layers if not getattr(layer, "record_past", True)]
         self.cache.activate_past_recording()
-        self.has_begun = True
 
     def take_back(self, num_tokens: int) -> None:
         """Ends a pass: the last `num_tokens` of the tokens fed leave the cache."""
@@ -52,6 +54,7 @@ class Rollback:
         """Leaves the cache as it was: a later prompt is not to be recorded state by state."""
         for layer in self._recording:
             layer.record_past = False
+        self._recording = []
 
     def _check_layers(self) -> None:
         is_empty = self.cache.get_seq_length() == 0

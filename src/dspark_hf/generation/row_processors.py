@@ -76,8 +76,8 @@ def _for_row(processor: LogitsProcessor, row: int, num_rows: int) -> LogitsProce
         return _changed(processor, unconditional_context=context)  # Shares the model, not what it has computed.
     if is_stateless_stock(processor):
         return processor
-    own = _copied(processor)
-    return own if is_stock(processor) else ProcessorOfRow(own, row, num_rows)
+    copied = _copied(processor)
+    return copied if is_stock(processor) else ProcessorOfRow(copied, row, num_rows)
 
 
 def _changed(processor: LogitsProcessor, **attributes: Any) -> LogitsProcessor:

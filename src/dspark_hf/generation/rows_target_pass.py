@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ragged.cache import KeyValues, RaggedCache, fill
-from ..ragged.supported import length_limits
 from ..ragged.target import RaggedTarget
 from ..transformers_names import context_features, output_hidden_states
 from .requirements import refuse
-from .target_pass import TargetOutput, TargetPass
+from .target_model import TargetOutput
+from .target_pass import TargetPass
 
 
 class RowStates(NamedTuple):
@@ -108,10 +108,4 @@ class RowsTargetPass:
             refuse(f"{name} takes no position_ids, which rows of different lengths need")
         if position_ids.shape[-1] < num_columns:
             refuse("its cache holds tokens that have no id (prefix tuning), which several rows at once do not allow")
-        for limit_name, limit in length_limits(prompt.model).items():
-            if limit < (max_length := prompt.generation_config.max_length):
-                refuse(
-                    f"rows may grow to {max_length} tokens, but beyond its {limit_name} of {limit} tokens rows that share a pass "
-                    "influence each other"
-                )
         return RaggedCache.of_prompts(prompt.cache, prompt.attended_columns(0, num_columns), position_ids)

@@ -157,7 +157,7 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens committed per target pass, the target's own included, averaged over rounds; NaN without rounds."""
+        """Tokens committed per target pass, the bonus token included, averaged over rounds; NaN without rounds."""
         return _ratio(self.num_committed, len(self.rounds))
 
     @property
@@ -182,7 +182,7 @@ class SpeculationStats:
         return self.clock.total("draft"), self.clock.total("verify"), self.clock.total("commit")
 
 
-# A context variable: each thread and each asyncio task records its own calls only.
+# A context variable: each thread and each asyncio task records only the calls made in it.
 _recorder: contextvars.ContextVar[SpeculationStats | None] = contextvars.ContextVar("dspark_hf_stats", default=None)
 _UNTIMED = contextlib.nullcontext()
 

@@ -1,0 +1,123 @@
+"""The settings of drafting in a call: drafts per round, the scheduler, and when drafting pauses."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..drafter import Drafter
+from ..scheduling import (
+    ConfidenceThreshold,
+    FixedLength,
+    NoBackoff,
+    RowsBackoff,
+    ThroughputCurve,
+    VerifyScheduler,
+    build_scheduler,
+)
+
+logger = logging.get_logger(__name__)
+
+
+def draft_settings(
+    drafter: Drafter,
+    target: PreTrainedModel,
+    num_drafts: int | None,
+    threshold: float | None,
+    scheduler: VerifyScheduler | str | None,
+) -> tuple[int, VerifyScheduler]:
+    """
+    Drafts per round, and what decides how many are verified: the call's settings, else those of `drafter.generation_config`.
+
+    Raises:
+        ValueError: for more drafts than a block gives, a threshold that is no probability, two ways to decide, or a
+            scheduler by name that there is not or whose curve is missing.
+    """
+    config, settings = drafter.config, drafter.generation_config
+    if num_drafts is None:
+        num_drafts = (
+            settings.num_assistant_tokens if settings.num_assistant_tokens is not None else config.num_draft_tokens
+        )
+    if not 0 <= num_drafts <= config.num_draft_tokens:
+        raise ValueError(
+            f"num_assistant_tokens={num_drafts}, but a block of this drafter gives at most {config.num_draft_tokens} drafts "
+            f"(block_size={config.block_size}, sample_from_anchor={config.sample_from_anchor}). Beyond what it was trained for, "
+            "every slot's acceptance collapses."
+        )
+    if threshold and scheduler not in (None, "threshold"):
+        raise ValueError(
+            "Pass either assistant_confidence_threshold= or verify_scheduler=: both decide the verify length."
+        )
+    if threshold is None and scheduler is None:
+        threshold, scheduler = settings.assistant_confidence_threshold, getattr(settings, "verify_scheduler", None)
+    if isinstance(scheduler, str):
+        if scheduler == "threshold" and threshold is None:
+            threshold = settings.assistant_confidence_threshold
+        scheduler = build_scheduler(scheduler, threshold=threshold or 0.0, curve=curve_of(drafter, target))
+    if scheduler is not None:
+        return num_drafts, scheduler
+    if not 0.0 <= (threshold or 0.0) <= 1.0:
+        raise ValueError(f"assistant_confidence_threshold={threshold} is not a probability.")
+    if threshold and drafter.confidence_head is None:
+        logger.warning_once(
+            f"assistant_confidence_threshold={threshold} has no effect: this drafter has no confidence head."
+        )
+        threshold = 0.0
+    return num_drafts, ConfidenceThreshold(threshold) if threshold else FixedLength()
+
+
+def curve_of(drafter: Drafter, target: PreTrainedModel) -> ThroughputCurve | None:
+    """The throughput curve that the drafter brings, where it was measured on this target and device."""
+    curve = drafter.throughput_curve
+    if curve is None:
+        return None
+    try:
+        curve.check(target)
+    except ValueError as error:
+        logger.warning_once(f"The drafter's throughput curve is not used. {error}")
+        return None
+    return curve
+
+
+def backoff_of(
+    drafter: Drafter, target: PreTrainedModel, scheduler: VerifyScheduler, num_rows: int, is_on: bool | None
+) -> RowsBackoff | NoBackoff:
+    """
+    What decides when drafting pauses. Costs are those of the scheduler's curve, else of
+    the drafter's, else assumed: both models by their size, further tokens by the kind of device.
+
+    Args:
+        drafter, target, scheduler: Of the call.
+        num_rows: Rows of the call.
+        is_on: As given in the call; the drafter's `generation_config` counts by default.
+    """
+    if is_on is None:
+        is_on = getattr(drafter.generation_config, "drafting_backoff", None)
+    if is_on is False:
+        return NoBackoff()
+    costs = getattr(scheduler, "curve", None)
+    if not isinstance(costs, ThroughputCurve):
+        costs = curve_of(drafter, target)
+    if costs is None:
+        costs = ThroughputCurve.assumed(_relative_size(drafter, target), target.device.type != "cpu")
+    elif not costs.drafting:
+        costs = costs.with_assumed_drafting(_relative_size(drafter, target))
+    return RowsBackoff(costs, num_rows)
+
+
+def _relative_size(drafter: Drafter, target: PreTrainedModel) -> float:
+    """Weights read to draft a whole round over those read for a pass of the target."""
+    # A lookup in an embedding reads next to nothing, but tied weights are read by the LM head.
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    lookups = [] if getattr(embedding, "weight", None) is getattr(head, "weight", None) else [embedding]
+    read = _num_weights(drafter) - sum(
+        _num_weights(m) for m in (drafter.embed_tokens, drafter.lm_head) if m is not None
+    )
+    read += drafter.config.logits_size * drafter.config.hidden_size
+    read *= drafter.passes_per_round
+    return read / max(_num_weights(target) - sum(_num_weights(module) for module in lookups), 1)
+
+
+def _num_weights(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,127 @@
+"""The target as `generate` prepared it: its passes over tokens, with logits and tapped hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..transformers_names import CACHE_KEY, context_features, output_hidden_states
+from .requirements import refuse
+from .telemetry import stage
+
+
+class TargetOutput(NamedTuple):
+    """
+    One forward pass of the target.
+
+    Args:
+        logits: Float32 logits of the last tokens fed, `[B, N, V]`.
+        context_features: Tapped hidden states of the tokens fed, concatenated, `[B, T, m * D_target]`.
+        raw: The model's own output, for what the user asked to be returned.
+        is_whole: Whether all of `raw` belongs to one token, as in the pass over a prompt, instead of a position each.
+        attended: False where a token fed was padding, `[B, T]`; `None` when none was.
+    """
+
+    logits: torch.Tensor
+    context_features: torch.Tensor
+    raw: Any
+    is_whole: bool = False
+    attended: torch.Tensor | None = None
+
+
+class TargetModel:
+    """
+    The target with its cache and arguments. Inputs are prepared by the model itself, as in plain `generate`.
+
+    Args:
+        model: The target.
+        model_kwargs: As `generate` prepared them: cache, masks, positions and the model's own arguments.
+        generation_config: As `generate` prepared it.
+        hidden_state_indices: Entries of `hidden_states` that feed the drafter.
+
+    Attributes:
+        cache (`Cache`): The target's cache.
+        forgets_context (`bool`):
+            Whether the model has discarded its cache for good, so that each token stands alone: Phi-3 does, at a certain
+            length, in older versions of transformers.
+
+    Raises:
+        ValueError: when the target's cache is off.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        generation_config: GenerationConfig,
+        hidden_state_indices: list[int],
+    ):
+        self.model = model
+        self.model_kwargs = model_kwargs
+        self.cache = model_kwargs.get(CACHE_KEY)
+        self.generation_config = generation_config
+        self.hidden_state_indices = hidden_state_indices
+        self.forgets_context = False
+        if self.cache is None or not model_kwargs.get("use_cache", True):
+            refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
+
+    @property
+    def past_length(self) -> int:
+        """Tokens in the cache."""
+        return int(self.cache.get_seq_length())
+
+    def attended_columns(self, start: int, end: int) -> torch.Tensor | None:
+        """Which of the prompt's columns `start..end-1` are no padding, `[B, end - start]`; `None` for all."""
+        mask = self.model_kwargs.get("attention_mask")
+        return None if mask is None else mask[:, start:end].bool()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        num_fed: int,
+        logits_to_keep: int,
+        kwargs: dict[str, Any],
+        is_first_iteration: bool = False,
+    ) -> TargetOutput:
+        """
+        One pass of the model over the last tokens of a sequence.
+
+        Args:
+            input_ids: The whole sequence, `[B, L]`.
+            num_fed: How many of its last tokens the cache does not hold yet.
+            logits_to_keep: Tokens whose logits are wanted, from the last.
+            kwargs: `model_kwargs` that cover the sequence.
+            is_first_iteration: Whether the tokens belong to the prompt.
+        """
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=num_fed, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = logits_to_keep
+        fed_ids = inputs.get("input_ids")
+        if fed_ids is not None and fed_ids.shape[1] < num_fed:
+            # PEFT's prefix tuning expects that only one token is fed after the prompt.
+            inputs["input_ids"] = input_ids[:, -num_fed:].to(fed_ids.device)
+        if not inputs.get(
+            "output_hidden_states"
+        ):  # The user wants none: where transformers allows, only the tapped ones.
+            inputs["output_hidden_states"] = output_hidden_states(self.hidden_state_indices)
+        with stage("target pass"):
+            raw = self.model(**inputs, return_dict=True)
+        if kwargs.get("use_cache", True):
+            self._continue_with(raw.get(CACHE_KEY), input_ids.shape[1])
+        logits = raw.logits[:, -logits_to_keep:].to(device=input_ids.device, dtype=torch.float32, copy=True)
+        features = context_features(raw, self.hidden_state_indices)
+        # A model that has discarded its cache was fed the whole sequence again.
+        is_refed = not is_first_iteration and features.shape[1] > num_fed
+        if is_refed:
+            features = features[:, -num_fed:]
+        return TargetOutput(logits, features, raw, is_whole=is_first_iteration or is_refed)
+
+    def _continue_with(self, cache: Any, num_tokens: int) -> None:
+        """Takes over the cache of a pass that made one: prefix tuning does, and models that discard theirs."""
+        if cache is not None and cache is not self.cache:
+            self.cache = self.model_kwargs[CACHE_KEY] = cache
+            self.forgets_context = self.past_length < num_tokens
