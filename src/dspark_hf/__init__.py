@@ -4,20 +4,21 @@
 [`DSparkDrafter`].
 """
 
-from .drafter import Drafter, DSparkOutput
+from .drafter import Drafter
 from .generation import SpeculationStats, dspark_generate, record_speculation, register, unregister
 from .kinds.dspark.configuration_dspark import DSparkConfig
 from .kinds.dspark.modeling_dspark import DSparkDrafter
 from .kinds.eagle3.configuration_eagle3 import Eagle3Config
 from .kinds.eagle3.modeling_eagle3 import Eagle3Drafter
+from .modeling_drafter import DrafterOutput
 from .registry import register_kind
 
 __version__ = "0.1.0"
 __all__ = [
     "DSparkConfig",
     "DSparkDrafter",
-    "DSparkOutput",
     "Drafter",
+    "DrafterOutput",
     "Eagle3Config",
     "Eagle3Drafter",
     "SpeculationStats",

@@ -138,7 +138,7 @@ def _compared(
         if dflash and is_dflash(loaded):
             suffix = "" if len(names) == 1 else f" {label}"
             methods.append(dflash_method(loaded, f"dflash{suffix} (transformers)"))
-        weighs_costs = loaded.confidence_head is not None and any(schedule in BY_COST for schedule in schedules)
+        weighs_costs = loaded.config.gives_confidence and any(schedule in BY_COST for schedule in schedules)
         curve = curve_here(model, loaded) if weighs_costs else None
         try:
             methods += [schedule_method(loaded, schedule, label, curve) for schedule in schedules]

@@ -55,7 +55,7 @@ def calibrate(
     loaded_tasks = load_tasks(tasks, max_prompts, seed)
     model, tokenizer = load_target(target, dtype, device, threads)
     loaded = load_drafter(drafter, model)
-    if loaded.confidence_head is None:
+    if not loaded.config.gives_confidence:
         raise typer.BadParameter(f"{drafter} has no confidence head, so there is nothing to calibrate.")
     loaded.config.confidence_temperatures = None  # What is fitted replaces what was there.
     settings = BenchSettings(max_new_tokens, temperature, seed)

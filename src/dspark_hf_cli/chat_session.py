@@ -17,9 +17,9 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from dspark_hf.conversations.chat import Chat
+from dspark_hf.drafter import Drafter
 from dspark_hf.evaluation import BenchSettings
 from dspark_hf.generation import DraftTintStreamer, SpeculationStats, record_speculation
-from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
 from dspark_hf.transformers_names import CACHE_KEY
 
 # The colours of DraftTintStreamer, by their names in rich.
@@ -81,7 +81,7 @@ class ChatSession:
         self,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        drafter: DSparkDrafter,
+        drafter: Drafter,
         system: str | None,
         max_new_tokens: int,
         temperature: float,

@@ -37,14 +37,14 @@ def convert(
     Rewrite a drafter for other software, check the file and print how to serve it.
     """
     from dspark_hf.checkpoints import EXPORT_FORMATS, export
-    from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
+    from dspark_hf.drafter import Drafter
 
     from .loading import checked_dtype
 
     if format not in EXPORT_FORMATS:
         raise typer.BadParameter(f"--format {format} is none of {', '.join(EXPORT_FORMATS)}.")
     hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder or ""}
-    drafter = DSparkDrafter.from_pretrained(source, dtype=checked_dtype(dtype), **hub)
+    drafter = Drafter.from_pretrained(source, dtype=checked_dtype(dtype), **hub)
     bound = None
     if target is not None:
         drafter.config.target_name_or_path = target

@@ -108,7 +108,7 @@ def methods_over(drafter: Any, label: str, over: str, values: str | None) -> lis
         thresholds = [float(v) for v in values.split(",")] if values else [0.0, 0.2, 0.4, 0.6, 0.8]
     except ValueError as error:
         raise typer.BadParameter(f"--values {values} are not numbers.") from error
-    if drafter.confidence_head is None:
+    if not drafter.config.gives_confidence:
         raise typer.BadParameter(f"--over threshold needs a drafter with a confidence head, and {label} has none.")
     return [dspark_method(drafter, f"{label} {t:g}", threshold=t, fields={"x": t, "label": label}) for t in thresholds]
 

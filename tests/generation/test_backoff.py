@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import tiny
 from dspark_hf import record_speculation
-from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.generation.candidate_generator import DrafterCandidateGenerator
 from dspark_hf.generation.context_memory import recall
 from dspark_hf.scheduling import RowsBackoff
 from dspark_hf.transformers_names import CACHE_KEY
@@ -181,7 +181,7 @@ def test_the_distribution_of_one_row_that_pauses():
 @pytest.mark.statistical
 def test_a_pause_that_looks_at_the_drafts_changes_the_distribution(monkeypatch):
     """The negative control: whether a round drafts is decided by what it has drafted."""
-    draft = DSparkCandidateGenerator.draft
+    draft = DrafterCandidateGenerator.draft
 
     def looking(self, *args, **kwargs):
         result = draft(self, *args, **kwargs)
@@ -189,7 +189,7 @@ def test_a_pause_that_looks_at_the_drafts_changes_the_distribution(monkeypatch):
         lengths = [length if token >= 2 else 0 for length, token in zip(result.lengths, ids, strict=True)]
         return result._replace(lengths=lengths)
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "draft", looking)
+    monkeypatch.setattr(DrafterCandidateGenerator, "draft", looking)
     target = bigram_target()
     monkeypatch.setattr(RowsBackoff, "wants_drafts", lambda self, rows: [True] * len(rows))
     rows, _ = chains(target, bent_drafter(target), num_rows=6, num_tokens=300)

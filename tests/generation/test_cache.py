@@ -43,14 +43,14 @@ def uncached(target, ids, new_tokens=rig.NEW_TOKENS):
 @pytest.fixture
 def drafts(monkeypatch):
     """The tokens of every draft made."""
-    made, draft = [], candidate_generator.DSparkCandidateGenerator.draft
+    made, draft = [], candidate_generator.DrafterCandidateGenerator.draft
 
     def spy(self, input_ids, max_drafts):
         result = draft(self, input_ids, max_drafts)
         made.append(result.ids.tolist())
         return result
 
-    monkeypatch.setattr(candidate_generator.DSparkCandidateGenerator, "draft", spy)
+    monkeypatch.setattr(candidate_generator.DrafterCandidateGenerator, "draft", spy)
     return made
 
 

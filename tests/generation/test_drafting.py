@@ -8,8 +8,8 @@ from torch import nn
 import tiny
 from dspark_hf import DSparkDrafter, record_speculation
 from dspark_hf.generation import draft_sampler
-from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
 from dspark_hf.generation.draft_context import DraftContext
+from dspark_hf.generation.dspark_candidate_generator import DSparkCandidateGenerator
 from dspark_hf.scheduling import ConfidenceThreshold
 
 GREEDY = {"do_sample": False}

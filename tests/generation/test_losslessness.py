@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 import tiny
 from dspark_hf import DSparkDrafter, record_speculation, sampling
 from dspark_hf.generation import draft_sampler, token_choice
-from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.generation.candidate_generator import DrafterCandidateGenerator
 
 pytestmark = pytest.mark.statistical
 
@@ -368,7 +368,7 @@ def patch_residual(monkeypatch):
 
 def patch_distribution(monkeypatch):
     """Drafts are drawn from the warped distribution, but the unwarped one is what verification is told."""
-    draft = DSparkCandidateGenerator.draft
+    draft = DrafterCandidateGenerator.draft
 
     def told_otherwise(self, *args, **kwargs):
         result = draft(self, *args, **kwargs)
@@ -377,7 +377,7 @@ def patch_distribution(monkeypatch):
         unwarped = result.probs.sqrt()
         return result._replace(probs=unwarped / unwarped.sum(-1, keepdim=True))
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "draft", told_otherwise)
+    monkeypatch.setattr(DrafterCandidateGenerator, "draft", told_otherwise)
 
 
 def patch_greedy(monkeypatch):
@@ -387,7 +387,7 @@ def patch_greedy(monkeypatch):
 
 def patch_cut(monkeypatch):
     """The round is cut by looking at the very token that the cut is about."""
-    draft = DSparkCandidateGenerator.draft
+    draft = DrafterCandidateGenerator.draft
 
     def anticipating(self, *args, **kwargs):
         result = draft(self, *args, **kwargs)
@@ -395,7 +395,7 @@ def patch_cut(monkeypatch):
         length = next((k for k, token in enumerate(ids) if token < 2), len(ids))
         return result._replace(lengths=[length])
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "draft", anticipating)
+    monkeypatch.setattr(DrafterCandidateGenerator, "draft", anticipating)
 
 
 # Each with the drafter that lays it bare.

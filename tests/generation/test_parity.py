@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDrafter, record_speculation
-from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.generation.candidate_generator import DrafterCandidateGenerator
 
 CASES = {
     "a_qwen3_vanilla_confmarkov": "Qwen3, vanilla head",
@@ -43,14 +43,14 @@ def case(request, shared):
 
 @pytest.fixture
 def drafts(monkeypatch):
-    made, draft = [], DSparkCandidateGenerator.draft
+    made, draft = [], DrafterCandidateGenerator.draft
 
     def spy(self, input_ids, max_drafts):
         result = draft(self, input_ids, max_drafts)
         made.append((input_ids[0].shape[1] - 1, input_ids[0][0, -1].item(), result.ids[0].tolist()))
         return result
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "draft", spy)
+    monkeypatch.setattr(DrafterCandidateGenerator, "draft", spy)
     return made
 
 

@@ -7,7 +7,7 @@ from generation import rig
 
 import tiny
 from dspark_hf import record_speculation
-from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.generation.dspark_candidate_generator import DSparkCandidateGenerator
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 

@@ -9,8 +9,8 @@ import torch
 
 import tiny
 from dspark_hf import DSparkConfig, DSparkDrafter, record_speculation
-from dspark_hf.drafter import DSparkOutput
-from dspark_hf.generation.candidate_generator import DSparkCandidateGenerator
+from dspark_hf.generation.dspark_candidate_generator import DSparkCandidateGenerator
+from dspark_hf.modeling_drafter import DrafterOutput
 from dspark_hf.training.adaptation import warm_start
 
 pytestmark = pytest.mark.integration
@@ -44,7 +44,7 @@ class OracleDrafter(DSparkDrafter):
         predicted = position_ids + int(self.config.sample_from_anchor)
         before = (predicted - 1 + self.shift).clamp(0, self.states.shape[1] - 1)
         loss, metrics = objective(self, self.states[:, before[0]] + 0 * self.norm.weight)
-        return DSparkOutput(loss=loss, metrics=metrics)
+        return DrafterOutput(loss=loss, metrics=metrics)
 
 
 @LAYOUTS

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -16,12 +16,10 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..embeddings import target_embeddings
 from ..kinds.dspark.configuration_dspark import DSparkConfig
+from ..modeling_drafter import DrafterModel
 from ..storage.atomic import whole_files
 from . import deepspec, engine_file, engines, modelopt, speculators
 from .reading import read_checkpoint
-
-if TYPE_CHECKING:
-    from ..kinds.dspark.modeling_dspark import DSparkDrafter
 
 EXPORT_FORMATS = ("deepspec", "vllm-sglang", "speculators", "modelopt")
 
@@ -95,7 +93,7 @@ class Export:
         return "\n".join(lines)
 
 
-def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
+def export(drafter: DrafterModel, dst: Any, format: str) -> Export:
     """
     Writes a drafter in a public format. Nothing appears at `dst` before the file was read back and found to be the same
     drafter, bit for bit.
@@ -105,7 +103,7 @@ def export(drafter: DSparkDrafter, dst: Any, format: str) -> Export:
     ```
 
     Args:
-        drafter (`DSparkDrafter`): The drafter. The deepspec format and a reduced draft vocabulary want its target's
+        drafter ([`Drafter`]): The drafter. The deepspec format and a reduced draft vocabulary want its target's
             embedding or LM head in the file: call `drafter.bind(target)` first.
         dst: A folder that does not exist or is empty.
         format (`str`):
@@ -155,7 +153,7 @@ def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
         )
 
 
-def contents(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def contents(drafter: DrafterModel, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The `config.json` and the tensors to write."""
     config = drafter.config
     if format == "deepspec" or config.draft_vocab_size:
@@ -187,7 +185,7 @@ def contents(drafter: DSparkDrafter, format: str) -> tuple[dict[str, Any], dict[
     return {name: value for name, value in written.items() if value is not None} | {"dtype": dtypes.pop()}, tensors
 
 
-def owning(drafter: DSparkDrafter) -> DSparkDrafter:
+def owning(drafter: DrafterModel) -> DrafterModel:
     """
     The drafter, or a twin of it that owns the embedding and LM head it borrows.
 
@@ -199,7 +197,7 @@ def owning(drafter: DSparkDrafter) -> DSparkDrafter:
     return drafter.owning_embeddings()
 
 
-def check_dropped(drafter: DSparkDrafter, names: tuple[str, ...]) -> None:
+def check_dropped(drafter: DrafterModel, names: tuple[str, ...]) -> None:
     """
     Raises `ValueError` when the drafter owns an embedding or LM head that is left out although the target's differs. Only
     known for a drafter that was bound to its target; formats mean them to be frozen copies.
@@ -215,12 +213,12 @@ def check_dropped(drafter: DSparkDrafter, names: tuple[str, ...]) -> None:
             )
 
 
-def target_architectures(drafter: DSparkDrafter) -> list[str]:
+def target_architectures(drafter: DrafterModel) -> list[str]:
     target = drafter.bound_target
     return [] if target is None else list(target.config.architectures or [type(target).__name__])
 
 
-def check_written(drafter: DSparkDrafter, folder: Path, format: str) -> None:
+def check_written(drafter: DrafterModel, folder: Path, format: str) -> None:
     """
     Reads a written folder back as anyone would.
 
@@ -282,7 +280,7 @@ def _parse_problems(folder: Path, config: DSparkConfig) -> Iterator[str]:
         yield f"rope_theta={ours['rope_theta']} is read as {theta}"
 
 
-def report(drafter: DSparkDrafter, dst: Path, format: str) -> Export:
+def report(drafter: DrafterModel, dst: Path, format: str) -> Export:
     config = drafter.config
     reasons = engines.obstacles(config, FORMAT_NAMES[format])
     made_for = MADE_FOR[format]

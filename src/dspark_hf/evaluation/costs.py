@@ -101,8 +101,7 @@ def drafting_seconds(
         num_repeats: Rounds measured, after two for warm-up.
     """
     processors = [LogitsProcessorList()] * num_rows
-    wants_confidence = drafter.confidence_head is not None
-    generator = generator_of(drafter)(drafter, target, processors, want_confidence=wants_confidence)
+    generator = generator_of(drafter)(drafter, target, processors, want_confidence=True)
     width = drafter.config.target_hidden_size * len(drafter.config.target_layer_ids)
     features = torch.randn(num_rows, context_length, width, dtype=target.dtype, device=target.device)
     ids = [

@@ -11,12 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..kinds.dspark.modeling_dspark import DSparkDrafter
+from ..drafter import Drafter
 from ..scheduling import ThroughputCurve, build_scheduler
 from ..transformers_names import DFLASH_READS_LAYER_INPUTS
 
 PLAIN = "plain"
-SLIDING = "sliding layers"
 BY_COST = ("throughput", "async_throughput")  # Schedules that weigh drafts against what a round costs.
 
 
@@ -33,7 +32,7 @@ class Method:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    drafter: DSparkDrafter | None = None
+    drafter: Drafter | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     keeps_cache: bool = True
 
@@ -54,7 +53,7 @@ def assistant_method(assistant: PreTrainedModel) -> Method:
 
 
 def dspark_method(
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     name: str = "dspark",
     num_tokens: int | None = None,
     threshold: float | None = None,
@@ -78,13 +77,13 @@ def dspark_method(
     return Method(name, arguments, drafter, fields or {})
 
 
-def calibration_method(drafter: DSparkDrafter) -> Method:
+def calibration_method(drafter: Drafter) -> Method:
     """Our decoding loop, set to tell most about the confidence head: every round drafts, and every draft is verified."""
     return dspark_method(drafter, "calibration", num_tokens=drafter.config.num_draft_tokens, threshold=0.0)
 
 
 def schedule_method(
-    drafter: DSparkDrafter, schedule: str, label: str = "dspark", curve: ThroughputCurve | None = None
+    drafter: Drafter, schedule: str, label: str = "dspark", curve: ThroughputCurve | None = None
 ) -> Method:
     """
     Our decoding loop with a schedule given as text.
@@ -109,7 +108,7 @@ def schedule_method(
             f"Unknown schedule {schedule!r}: use fixed, fixed:N (N drafts per round), threshold:P (such as threshold:0.5), "
             f"{' or '.join(BY_COST)}."
         )
-    if drafter.confidence_head is None:
+    if not drafter.config.gives_confidence:
         raise ValueError(f"Schedule {schedule!r} needs a drafter with a confidence head, and {label!r} has none.")
     if not by_cost:
         return dspark_method(drafter, name, threshold=float(value))
@@ -124,7 +123,7 @@ def _is_probability(text: str) -> bool:
         return False
 
 
-def dflash_method(drafter: DSparkDrafter, name: str = "dflash (transformers)") -> Method:
+def dflash_method(drafter: Drafter, name: str = "dflash (transformers)") -> Method:
     """
     transformers' DFlash generator with the drafter's weights.
 
@@ -135,21 +134,9 @@ def dflash_method(drafter: DSparkDrafter, name: str = "dflash (transformers)") -
     return Method(name, arguments, keeps_cache=False)
 
 
-def is_dflash(drafter: DSparkDrafter) -> bool:
-    """Whether transformers' DFlash generator can run this drafter: one without heads and without sliding layers."""
-    return not _beyond_dflash(drafter)
-
-
-def _beyond_dflash(drafter: DSparkDrafter) -> list[str]:
-    config = drafter.config
-    reasons = {
-        "a sequential head": drafter.markov_head is not None,
-        "a draft vocabulary": bool(config.draft_vocab_size),
-        "an LM head of its own": config.has_lm_head,
-        SLIDING: "sliding_attention" in config.layer_types,
-        "scaled or capped logits": bool(config.final_logit_softcapping) or getattr(config, "logit_scale", 1.0) != 1.0,
-    }
-    return [reason for reason, holds in reasons.items() if holds]
+def is_dflash(drafter: Drafter) -> bool:
+    """Whether transformers' DFlash generator can run this drafter."""
+    return not drafter.beyond_dflash()
 
 
 class DFlashView(nn.Module):
@@ -166,11 +153,9 @@ class DFlashView(nn.Module):
         ValueError: when the drafter is not a plain DFlash drafter.
     """
 
-    def __init__(self, drafter: DSparkDrafter, heads_elsewhere: bool = False):
+    def __init__(self, drafter: Drafter, heads_elsewhere: bool = False):
         super().__init__()
-        reasons = _beyond_dflash(drafter)
-        if heads_elsewhere:
-            reasons = [reason for reason in reasons if reason == SLIDING]
+        reasons = drafter.beyond_dflash(heads_elsewhere)
         if reasons:
             raise ValueError(f"transformers' DFlash generator cannot run this drafter: it has {', '.join(reasons)}.")
         self.drafter = drafter

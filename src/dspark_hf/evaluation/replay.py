@@ -124,11 +124,8 @@ def teacher_forced_logits(
     num_drafts = drafter.config.num_draft_tokens
     hidden = output.last_hidden_state.view(*anchors.positions.shape, -1, output.last_hidden_state.shape[-1])
     hidden = hidden[:, :, -num_drafts:]  # The anchor's own slot predicts nothing where there is one slot more.
-    logits = drafter.base_logits(hidden, embeddings)
-    if drafter.markov_head is not None:
-        previous_ids = gather_positions(input_ids, draft_positions(anchors, num_drafts))
-        logits = logits + drafter.markov_head(previous_ids, hidden)
-    return logits
+    previous_ids = gather_positions(input_ids, draft_positions(anchors, num_drafts))
+    return drafter.draft_logits(hidden, drafter.sequential_features(previous_ids, hidden), embeddings)
 
 
 def _passing(

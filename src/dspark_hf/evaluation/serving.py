@@ -96,7 +96,7 @@ def serving_methods(drafter: Drafter, curve: ThroughputCurve, threshold: float =
     """
     static = {"assistant_model": drafter, "drafting_backoff": False}
     methods = [plain_method(), Method(FIXED, static | {"verify_scheduler": FixedLength()}, drafter)]
-    if drafter.confidence_head is not None:
+    if drafter.config.gives_confidence:
         by_threshold = static | {"verify_scheduler": ConfidenceThreshold(threshold)}
         methods.append(Method(f"threshold {threshold:g}", by_threshold, drafter))
         for name, scheduler in ((THROUGHPUT, ThroughputScheduler(curve)), (ASYNC, AsyncThroughputScheduler(curve))):

@@ -14,7 +14,7 @@ from ..rope_limit import RopeLimit, rope_limit
 from ..scheduling import NoBackoff, RowsBackoff, VerifyScheduler
 from ..transformers_names import is_callers_cache, pad_token_of
 from .batch_steps import BatchSteps
-from .candidate_generator import Draft, DSparkCandidateGenerator
+from .candidate_generator import Draft, DrafterCandidateGenerator
 from .context_memory import remember
 from .draft_settings import backoff_of, draft_settings
 from .generators import generator_of
@@ -60,7 +60,7 @@ class Call:
         rows: Batch index of each row still being decoded.
     """
 
-    generator: DSparkCandidateGenerator
+    generator: DrafterCandidateGenerator
     prompt: TargetPass
     target: TargetPass | RowsTargetPass
     outputs: list[Output]
@@ -167,7 +167,7 @@ def prepare_call(
     """
     base = unwrap_drafter(drafter)
     if base is None:
-        raise ValueError(f"drafter= must be a DSparkDrafter or Eagle3Drafter, got {type(drafter).__name__}.")
+        raise ValueError(f"drafter= must be a drafter of dspark_hf, got {type(drafter).__name__}.")
     rope = rope_limit(model)
     check_call(model, input_ids, generation_config, rope)
     num_drafts, scheduler = draft_settings(

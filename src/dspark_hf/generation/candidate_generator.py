@@ -1,19 +1,20 @@
-"""Drafting: the rows' context and anchors in, a block of candidates out."""
+"""Drafting, as far as it is the same for all kinds of drafter: the rows' context and anchors in, candidates out."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..drafter import Drafter
 from ..scheduling import FixedLength, VerifyScheduler, calibrated_confidence
 from .draft_context import DraftContext
 from .draft_sampler import DraftSampler
-from .logits_process import SequentialHeadLogitsProcessor, drafting_processors
+from .logits_process import drafting_processors
 from .telemetry import stage
 
 
@@ -49,7 +50,7 @@ def no_draft(num_rows: int = 1) -> Draft:
     return Draft(torch.zeros(num_rows, 0, dtype=torch.long), None, None, [0] * num_rows)
 
 
-class DSparkCandidateGenerator(CandidateGenerator):
+class DrafterCandidateGenerator(CandidateGenerator, ABC):
     """
     Drafts for the rows of one `generate` call.
 
@@ -64,6 +65,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     Attributes:
         context (`DraftContext`): What the drafter knows of each row; whoever decodes adds to it what each round committed.
+        head (`LogitsProcessor`, *optional*): Adds to the base logits of a slot what follows from the token before it.
     """
 
     requires_model_outputs = True
@@ -86,12 +88,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.num_draft_tokens = drafter.config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self.scheduler = scheduler if scheduler is not None else FixedLength()
         self.scheduler.start()
-        self.wants_confidence = drafter.confidence_head is not None and (
-            want_confidence or self.scheduler.needs_confidence
-        )
+        self.wants_confidence = drafter.config.gives_confidence and (want_confidence or self.scheduler.needs_confidence)
         self.rows = list(range(len(logits_processors)))  # Batch index of each row still being decoded.
         self.context = DraftContext(drafter, len(logits_processors))
-        self.head = SequentialHeadLogitsProcessor(drafter.markov_head) if drafter.markov_head else None
+        self.head: LogitsProcessor | None = None
 
     def draft(self, input_ids: Sequence[torch.Tensor], max_drafts: Sequence[int]) -> Draft:
         """
@@ -117,30 +117,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     # ------------------------------------------------------------------ the two stages of a draft
 
+    @abstractmethod
     def backbone_pass(self, input_ids: Sequence[torch.Tensor], num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        One pass over `[anchor, MASK, ...]`.
+        What is computed before the first draft is drawn.
+
+        Args:
+            input_ids: For each row all tokens so far, the anchor last, `[1, L_row]`.
+            num_drafts: Drafts that are wanted.
 
         Returns:
-            Of the first `num_drafts` slots that predict, the normed hidden states `[B, G, D]` and base logits
-            `[B, G, V_draft]`.
+            For each of the `G` drafts to be drawn the hidden states `[B, G, D]` and base logits `[B, G, V_draft]`, to which
+            `head` adds what follows from the tokens drawn before.
         """
-        config = self.drafter.config
-        anchor_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
-        # The whole block, even for fewer drafts: the slots attend to each other, and training always saw all of them.
-        block_ids = torch.full(
-            (len(anchor_ids), config.block_size), config.mask_token_id or 0, device=anchor_ids.device
-        )
-        block_ids[:, 0] = anchor_ids
-        positions = self.context.next_positions(config.block_size)
-        with stage("backbone"):
-            output = self.drafter(block_ids, positions, draft_cache=self.context.cache, embeddings=self.embeddings)
-        first = 0 if config.sample_from_anchor else 1
-        hidden_states = output.last_hidden_state[:, first : first + num_drafts]
-        if self.head is not None:
-            self.head.begin_block(hidden_states)
-        with stage("draft LM head"):
-            return hidden_states, self.drafter.base_logits(hidden_states, self.embeddings)
 
     def sequential_stage(
         self,
@@ -174,8 +163,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def confidence(self, slot: int, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """Calibrated `c_k` of one slot, `[B]`, from its hidden states `[B, D]` and the tokens before it `[B]`."""
         with stage("confidence"):
-            head, temperatures = self.drafter.markov_head, self.drafter.config.confidence_temperatures
-            logits = self.drafter.confidence_head(hidden_states, head.markov_w1(previous_ids) if head else None)
+            logits = self.drafter.confidence_logits(hidden_states, previous_ids)
+            temperatures = self.drafter.config.confidence_temperatures
             return calibrated_confidence(logits[:, None], temperatures[slot : slot + 1] if temperatures else None)[:, 0]
 
     # ------------------------------------------------------------------ the interface of transformers

@@ -33,7 +33,7 @@ class DraftContext:
 
     def __init__(self, drafter: Drafter, num_rows: int = 1):
         self.drafter = drafter
-        self.cache = DraftCache(len(drafter.layers), num_rows)
+        self.cache = drafter.new_cache(num_rows)
         self.first_positions = [0] * num_rows
         self._pending: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
 

@@ -41,9 +41,8 @@ def draft_settings(
         )
     if not 0 <= num_drafts <= config.num_draft_tokens:
         raise ValueError(
-            f"num_assistant_tokens={num_drafts}, but a block of this drafter gives at most {config.num_draft_tokens} drafts "
-            f"(block_size={config.block_size}, sample_from_anchor={config.sample_from_anchor}). Beyond what it was trained for, "
-            "every slot's acceptance collapses."
+            f"num_assistant_tokens={num_drafts}, but this drafter drafts at most {config.num_draft_tokens} tokens per round "
+            f"({config.describe()['drafts']}). Beyond what it was trained for, the acceptance of every draft collapses."
         )
     if threshold and scheduler not in (None, "threshold"):
         raise ValueError(
@@ -59,7 +58,7 @@ def draft_settings(
         return num_drafts, scheduler
     if not 0.0 <= (threshold or 0.0) <= 1.0:
         raise ValueError(f"assistant_confidence_threshold={threshold} is not a probability.")
-    if threshold and drafter.confidence_head is None:
+    if threshold and not drafter.config.gives_confidence:
         logger.warning_once(
             f"assistant_confidence_threshold={threshold} has no effect: this drafter has no confidence head."
         )

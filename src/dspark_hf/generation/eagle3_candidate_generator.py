@@ -11,7 +11,7 @@ from transformers import LogitsProcessor
 from ..draft_cache import DraftCache
 from ..embeddings import SharedEmbeddings
 from ..kinds.eagle3.modeling_eagle3 import Eagle3Drafter
-from .candidate_generator import DSparkCandidateGenerator
+from .candidate_generator import DrafterCandidateGenerator
 from .draft_context import DraftContext
 
 
@@ -116,11 +116,11 @@ class Eagle3Context(DraftContext):
                 self.first_positions[row] += num_unknown
 
 
-class Eagle3CandidateGenerator(DSparkCandidateGenerator):
+class Eagle3CandidateGenerator(DrafterCandidateGenerator):
     """
     Drafts for the rows of one `generate` call, each token from the drafter's own state at the one before it.
 
-    Arguments as in [`DSparkCandidateGenerator`].
+    Arguments as in [`DrafterCandidateGenerator`].
     """
 
     drafter: Eagle3Drafter

@@ -5,16 +5,17 @@ from __future__ import annotations
 from ..drafter import Drafter
 from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from ..kinds.eagle3.modeling_eagle3 import Eagle3Drafter
-from .candidate_generator import DSparkCandidateGenerator
+from .candidate_generator import DrafterCandidateGenerator
+from .dspark_candidate_generator import DSparkCandidateGenerator
 from .eagle3_candidate_generator import Eagle3CandidateGenerator
 
-GENERATORS: dict[type[Drafter], type[DSparkCandidateGenerator]] = {
+GENERATORS: dict[type[Drafter], type[DrafterCandidateGenerator]] = {
     DSparkDrafter: DSparkCandidateGenerator,
     Eagle3Drafter: Eagle3CandidateGenerator,
 }
 
 
-def generator_of(drafter: Drafter) -> type[DSparkCandidateGenerator]:
+def generator_of(drafter: Drafter) -> type[DrafterCandidateGenerator]:
     """
     The class that drafts with a drafter of this kind, or of the kind that it is derived from.
 

@@ -23,7 +23,7 @@ DRAFT_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold", "ver
 
 
 def register() -> None:
-    """Lets `generate` take a [`DSparkDrafter`] as `assistant_model`. Done on `import dspark_hf`; harmless when repeated."""
+    """Lets `generate` take a [`Drafter`] as `assistant_model`. Done on `import dspark_hf`; harmless when repeated."""
     current = GenerationMixin.generate
     if hasattr(current, _ORIGINAL):
         return

@@ -9,17 +9,15 @@ import re
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from ..modeling_drafter import DrafterModel
 from ..storage.atomic import write_text
 from .training_summary import TrainingSummary
-
-if TYPE_CHECKING:
-    from ..drafter import Drafter
 
 CARD_FILE, BENCHMARK_FILE, CURVE_FILE = "README.md", "results.json", "throughput_curve.json"
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
@@ -32,7 +30,7 @@ _MARK = re.compile(r"\n<!-- Made by dspark-hf, and made anew at a push unless it
 
 
 def build_card(
-    drafter: Drafter,
+    drafter: DrafterModel,
     folder: str | PathLike[str],
     *,
     adapts: str | None = None,
@@ -108,7 +106,7 @@ def build_card(
     return card
 
 
-def write_card(drafter: Drafter, folder: str | PathLike[str], **kwargs: Any) -> bool:
+def write_card(drafter: DrafterModel, folder: str | PathLike[str], **kwargs: Any) -> bool:
     """
     Writes the card into the folder of the weights, unless there is one that somebody wrote or changed.
 
@@ -166,7 +164,7 @@ def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[
 # ---------------------------------------------------------------------- tables
 
 
-def architecture_of(drafter: Drafter) -> dict[str, Any]:
+def architecture_of(drafter: DrafterModel) -> dict[str, Any]:
     """What the drafter is, in words."""
     config = drafter.config
     own = " and ".join(

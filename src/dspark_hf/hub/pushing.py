@@ -9,19 +9,17 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
 
 from ..checkpoints.reading import read_checkpoint
+from ..modeling_drafter import DrafterModel
 from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figure_files, is_generated
 from .custom_generate import FOLDER, write_custom_generate
 from .training_summary import TRAINING_FILE, TrainingSummary
-
-if TYPE_CHECKING:
-    from ..drafter import Drafter
 
 # What may lie beside the weights: the first two are about these very weights, the curve is about the target.
 ABOUT_WEIGHTS = (TRAINING_FILE, BENCHMARK_FILE)
@@ -52,7 +50,7 @@ class Commit:
 
 
 def push(
-    drafter: Drafter,
+    drafter: DrafterModel,
     commit: Commit,
     write: Callable[[Path], Mapping[str, str]],
     beside: str | PathLike[str] | None = None,
@@ -133,7 +131,7 @@ class Remote:
                 shutil.copyfile(self.api.hf_hub_download(self.repo_id, name, revision=self.revision), folder / name)
 
 
-def _source(drafter: Drafter, beside: str | PathLike[str] | None) -> Path | None:
+def _source(drafter: DrafterModel, beside: str | PathLike[str] | None) -> Path | None:
     """The folder whose files are about this drafter's weights, which may have been trained since they were read."""
     if beside is not None:
         return Path(beside)
@@ -143,7 +141,7 @@ def _source(drafter: Drafter, beside: str | PathLike[str] | None) -> Path | None
     return folder if _has_weights_of(folder, drafter) else None
 
 
-def _has_weights_of(folder: Path, drafter: Drafter) -> bool:
+def _has_weights_of(folder: Path, drafter: DrafterModel) -> bool:
     ours = drafter.state_dict()
     try:
         stored = read_checkpoint(folder, None, {}).read_tensors(set(ours))

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
 from transformers.utils import logging
 
-if TYPE_CHECKING:
-    from ..kinds.dspark.modeling_dspark import DSparkDrafter
+from ..drafter import Drafter
 
 logger = logging.get_logger(__name__)
 
-HEADS = ("markov_head", "confidence_head")
 
-
-def warm_start(drafter: DSparkDrafter, **changes: Any) -> DSparkDrafter:
+def warm_start(drafter: Drafter, **changes: Any) -> Drafter:
     """
     A drafter with a changed configuration that keeps every weight whose name and shape stay.
 
-    So a DFlash drafter becomes a DSpark drafter: `warm_start(dflash, markov_rank=256)`. The transition bias of a new head is
-    zero at first, so until it is trained the drafter drafts what it drafted before.
+    So a DFlash drafter becomes a DSpark drafter: `warm_start(dflash, markov_rank=256)`. New heads have no effect at first, so
+    until they are trained the drafter drafts what it drafted before.
 
     Args:
         drafter: Where to start from; returned as it is when nothing changes.
@@ -46,14 +42,14 @@ def warm_start(drafter: DSparkDrafter, **changes: Any) -> DSparkDrafter:
     shapes = {name: tensor.shape for name, tensor in made.state_dict().items()}
     kept = {name: tensor for name, tensor in drafter.state_dict().items() if shapes.get(name) == tensor.shape}
     made.load_state_dict(kept, strict=False)
-    if made.markov_head is not None and "markov_head.markov_w2.weight" not in kept:
-        nn.init.zeros_(made.markov_head.markov_w2.weight)
-    logger.warning(f"{len(kept)} tensors are kept; new: {', '.join(sorted(shapes.keys() - kept)) or 'none'}.")
+    new = shapes.keys() - kept.keys()
+    made.start_neutral(new)
+    logger.warning(f"{len(kept)} tensors are kept; new: {', '.join(sorted(new)) or 'none'}.")
     return made
 
 
 def add_lora(
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     rank: int,
     target_modules: list[str],
     alpha: float | None = None,
@@ -70,18 +66,17 @@ def add_lora(
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ImportError("LoRA needs PEFT: pip install 'dspark-hf[peft]'.") from error
-    present = [name for name in HEADS if getattr(drafter, name, None) is not None]
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         lora_dropout=dropout,
         target_modules=target_modules,
-        modules_to_save=present if heads else None,
+        modules_to_save=list(drafter.heads) if heads else None,
     )
     return get_peft_model(drafter, config)
 
 
-def load_own_adapter(drafter: DSparkDrafter, folder: str) -> None:
+def load_own_adapter(drafter: Drafter, folder: str) -> None:
     """
     Loads the weights of the active adapter from a checkpoint.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..kinds.dspark.modeling_dspark import DSparkDrafter
+from ..drafter import Drafter
 
 
 def select_draft_vocabulary(
@@ -43,7 +43,7 @@ def select_draft_vocabulary(
     return ranked[:draft_vocab_size].sort().values
 
 
-def set_draft_vocabulary(drafter: DSparkDrafter, token_ids: torch.Tensor) -> None:
+def set_draft_vocabulary(drafter: Drafter, token_ids: torch.Tensor) -> None:
     """
     Makes `token_ids` the drafter's draft vocabulary. For a drafter that has not been trained: its heads keep their
     weights, whose rows then mean other tokens.

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings
-from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from .target_logits import LogitRule
 
 NUM_BINS = 20  # Of confidence, as in `dspark_hf.scheduling.measure_reliability`.
@@ -234,7 +234,7 @@ def _no_losses(like: torch.Tensor) -> DraftLosses:
 
 
 def chunked_losses(
-    drafter: DSparkDrafter,
+    drafter: Drafter,
     embeddings: SharedEmbeddings,
     head: TargetHead,
     hidden_states: torch.Tensor,
@@ -249,7 +249,7 @@ def chunked_losses(
     Args:
         drafter, embeddings, head: Whose logits and law.
         hidden_states: The backbone's, `[N, D]`.
-        features: The sequential head's, `[N, r]`; `None` without one.
+        features: Of `drafter.sequential_features`, `[N, r]`; `None` where it has none.
         targets: What to compare with, `[N]`.
         weights: Of the terms.
         chunk_size: Drafts whose logits exist at once.
@@ -257,7 +257,7 @@ def chunked_losses(
     label_index = head.draft_indices(targets.labels)
 
     def compute(chunk: slice, hidden: torch.Tensor, feature: torch.Tensor | None = None):
-        logits = _draft_logits(drafter, embeddings, hidden, feature)
+        logits = drafter.draft_logits(hidden, feature, embeddings)
         some = targets.select(chunk)
         with torch.no_grad():
             law = head.law(some)
@@ -270,19 +270,11 @@ def chunked_losses(
             loss = (ce_weights * losses.cross_entropy + tv_weights * losses.total_variation).sum()
         return logits, losses, gradient, loss
 
-    parameters = () if drafter.markov_head is None else tuple(drafter.markov_head.markov_w2.parameters())
+    parameters = drafter.sequential_parameters()
     loss, *losses = _ChunkedLoss.apply(
         hidden_states, features, compute, chunk_size, torch.is_grad_enabled(), *parameters
     )
     return loss, DraftLosses(*losses)
-
-
-def _draft_logits(drafter: DSparkDrafter, embeddings: SharedEmbeddings, hidden, features) -> torch.Tensor:
-    """Base logits, soft-capped where configured, plus the transition bias, which is not. `[N, V_draft]`, float32."""
-    logits = drafter.base_logits(hidden, embeddings)
-    if features is not None:
-        logits = logits + drafter.markov_head.markov_w2(features)
-    return logits
 
 
 # ----------------------------------------------------------------------------------------------------------- objective
@@ -312,18 +304,15 @@ class DSparkObjective:
     normalizer: torch.Tensor | None = None
     chunk_size: int = 1024
 
-    def __call__(
-        self, drafter: DSparkDrafter, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, drafter: Drafter, hidden_states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Hidden states `[B, A * G, D]` -> the loss and the sums of [`metric_sums`]."""
         batch, num_anchors, num_drafts = self.previous_ids.shape
         hidden = hidden_states.view(batch, num_anchors, -1, hidden_states.shape[-1])
         hidden = hidden[:, :, -num_drafts:]  # The anchor's own slot predicts nothing where there is one slot more.
         counted = self.targets.weights > 0  # [B, A, J]
-        features = None
-        if drafter.markov_head is not None:
-            # Before the selection: a recurrent head has to walk through all slots of a block.
-            features = drafter.markov_head.features(self.previous_ids, hidden)[counted]  # [N, r]
+        # Before the selection: a recurrent head has to walk through all slots of a block.
+        features = drafter.sequential_features(self.previous_ids, hidden)  # [B, A, J, r]
+        features = None if features is None else features[counted]  # [N, r]
         hidden, targets = hidden[counted], self.targets.select(counted)  # [N, D]
 
         if self.chunk_size:
@@ -335,11 +324,8 @@ class DSparkObjective:
 
         confidence_loss, confidence = loss.new_zeros(()), None
         acceptance = (1 - losses.total_variation.detach() / 2).clamp(0, 1)  # [N]
-        if drafter.confidence_head is not None:
-            previous = None
-            if drafter.confidence_head.with_markov:
-                previous = drafter.markov_head.markov_w1(self.previous_ids[counted])
-            logits = drafter.confidence_head(hidden, previous).float()
+        if drafter.config.gives_confidence:
+            logits = drafter.confidence_logits(hidden, self.previous_ids[counted]).float()
             confidence = torch.sigmoid(logits.detach())
             terms = nn.functional.binary_cross_entropy_with_logits(logits, acceptance, reduction="none")
             confidence_loss = (terms * targets.weights).sum()
@@ -355,7 +341,7 @@ class DSparkObjective:
         """The readable form of [`chunked_losses`]."""
         law = self.head.law(targets)
         label_index, greedy_index = self.head.draft_indices(targets.labels), self.head.draft_indices(law.greedy_ids)
-        losses = eager_losses(_draft_logits(drafter, self.embeddings, hidden, features), law, label_index, greedy_index)
+        losses = eager_losses(drafter.draft_logits(hidden, features, self.embeddings), law, label_index, greedy_index)
         terms = self.weights.ce * losses.cross_entropy + self.weights.tv * losses.total_variation
         return (terms * targets.weights).sum(), losses
 

@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 class DSparkTrainer(TrainerHooks, Trainer):
     """
-    Trains a drafter of any kind: [`DSparkDrafter`] with or without heads, or [`Eagle3Drafter`].
+    Trains a drafter of any kind.
 
     ```python
     >>> trainer = DSparkTrainer(  # doctest: +SKIP
@@ -100,7 +100,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
                 module.requires_grad_(False)
         self._bind(model)
         self.loss_weights = LossWeights(args.ce_weight, args.tv_weight, args.confidence_weight)
-        if model.confidence_head is None:
+        if not model.config.gives_confidence:
             self.loss_weights = LossWeights(args.ce_weight, args.tv_weight, 0.0)
 
         template: dict[str, Any] = args.chat_template_kwargs or {}  # type: ignore[assignment]  # JSON was read.
@@ -135,7 +135,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         config = self.model.config
-        if getattr(config, "confidence_temperatures", None) is not None:
+        if config.confidence_temperatures is not None:
             logger.warning(
                 "The drafter's calibration was of its old weights and is dropped; `dspark-hf calibrate` makes a new one."
             )

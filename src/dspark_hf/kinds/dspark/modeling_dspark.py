@@ -11,7 +11,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...draft_cache import DraftCache
-from ...drafter import Drafter, DSparkOutput
+from ...drafter import Drafter
 from ...embeddings import SharedEmbeddings
 from ...layers import (
     DSparkAttention,
@@ -22,11 +22,10 @@ from ...layers import (
     RotaryAngles,
 )
 from ...masks import anchor_mask, anchor_mask_mod, as_attention_argument, drafting_mask
+from ...modeling_drafter import DrafterOutput
 from ...transformers_names import attention_name
 from .configuration_dspark import DSparkConfig
 from .heads import ConfidenceHead, SequentialHead
-
-__all__ = ["DSparkDrafter", "DSparkOutput"]
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
@@ -114,6 +113,51 @@ class DSparkDrafter(Drafter):
         if module is self and self.mask_embedding is not None:
             init.normal_(self.mask_embedding, std=self.config.initializer_range)
 
+    # ------------------------------------------------------------------ heads
+
+    @property
+    def heads(self) -> dict[str, nn.Module]:
+        present = {"markov_head": self.markov_head, "confidence_head": self.confidence_head}
+        return {name: head for name, head in present.items() if head is not None}
+
+    def sequential_features(self, previous_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """`f_k` of the sequential head, `[..., G, r]`; see [`SequentialHead`]."""
+        return None if self.markov_head is None else self.markov_head.features(previous_ids, hidden_states)
+
+    def sequential_parameters(self) -> tuple[nn.Parameter, ...]:
+        return () if self.markov_head is None else tuple(self.markov_head.markov_w2.parameters())
+
+    def draft_logits(
+        self, hidden_states: torch.Tensor, features: torch.Tensor | None, embeddings: SharedEmbeddings
+    ) -> torch.Tensor:
+        """Base logits, soft-capped where configured, plus the transition bias, which is not."""
+        logits = self.base_logits(hidden_states, embeddings)
+        return logits if features is None else logits + self.markov_head.markov_w2(features)
+
+    def confidence_logits(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        embedded = self.markov_head.markov_w1(previous_ids) if self.config.confidence_head_with_markov else None
+        return self.confidence_head(hidden_states, embedded)
+
+    def start_neutral(self, new: set[str]) -> None:
+        """The transition bias of a new sequential head is zero."""
+        if "markov_head.markov_w2.weight" in new:
+            nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    def beyond_dflash(self, heads_elsewhere: bool = False) -> list[str]:
+        config = self.config
+        layers = {
+            "sliding layers": "sliding_attention" in config.layer_types,
+            "causal layers": any(map(config.layer_is_causal, range(config.num_hidden_layers))),
+            "a vector of its own at masked slots": config.has_mask_embedding,
+        }
+        logits = {
+            "a sequential head": self.markov_head is not None,
+            "a draft vocabulary": bool(config.draft_vocab_size),
+            "an LM head of its own": config.has_lm_head,
+            "scaled or capped logits": bool(config.final_logit_softcapping) or config.logit_scale != 1.0,
+        }
+        return [reason for reason, holds in (layers if heads_elsewhere else layers | logits).items() if holds]
+
     # ------------------------------------------------------------------ backbone
 
     def project_context(self, context_features: torch.Tensor) -> torch.Tensor:
@@ -150,7 +194,7 @@ class DSparkDrafter(Drafter):
         draft_cache: DraftCache | None = None,
         embeddings: SharedEmbeddings | None = None,
         objective: Callable[[DSparkDrafter, torch.Tensor], tuple[torch.Tensor, dict]] | None = None,
-    ) -> DSparkOutput:
+    ) -> DrafterOutput:
         """
         One parallel pass over block slots.
 
@@ -180,9 +224,9 @@ class DSparkDrafter(Drafter):
             hidden_states = layer(hidden_states, angles, context, masks[layer_type])
         hidden_states = self.norm(hidden_states)
         if objective is None:
-            return DSparkOutput(last_hidden_state=hidden_states)
+            return DrafterOutput(last_hidden_state=hidden_states)
         loss, metrics = objective(self, hidden_states)
-        return DSparkOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
+        return DrafterOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
 
     def training_inputs(
         self,

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...draft_cache import DraftCache
-from ...drafter import Drafter, DSparkOutput
+from ...drafter import Drafter
 from ...embeddings import SharedEmbeddings
 from ...layers import (
     DSparkAttention,
@@ -28,6 +28,7 @@ from ...layers import (
     RotaryAngles,
 )
 from ...masks import as_attention_argument, chain_drafting_mask, chain_training_mask
+from ...modeling_drafter import DrafterOutput
 from ...transformers_names import attention_name
 from .configuration_eagle3 import Eagle3Config
 
@@ -79,11 +80,6 @@ class Eagle3Drafter(Drafter):
     config_class = Eagle3Config
     config: Eagle3Config
     _no_split_modules = ["Eagle3DecoderLayer"]
-
-    # What block drafters may have.
-    markov_head = None
-    confidence_head = None
-    mask_embedding = None
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -178,7 +174,7 @@ class Eagle3Drafter(Drafter):
         context_features: torch.Tensor,
         embeddings: SharedEmbeddings | None = None,
         objective: Callable[[Eagle3Drafter, torch.Tensor], tuple[torch.Tensor, dict]] | None = None,
-    ) -> DSparkOutput:
+    ) -> DrafterOutput:
         """
         The training-time test: from each anchor, `block_size` steps that read their own states and the true tokens.
 
@@ -218,9 +214,9 @@ class Eagle3Drafter(Drafter):
             states = steps[-1]
         hidden_states = self.norm(torch.stack(steps, dim=2).flatten(1, 2))  # [B, A * G, D]
         if objective is None:
-            return DSparkOutput(last_hidden_state=hidden_states)
+            return DrafterOutput(last_hidden_state=hidden_states)
         loss, metrics = objective(self, hidden_states)
-        return DSparkOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
+        return DrafterOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
 
 
 def _at(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

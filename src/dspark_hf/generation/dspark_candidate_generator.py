@@ -1,0 +1,54 @@
+"""Drafting with a DSpark drafter: one pass over a block of slots, then its sequential head slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kinds.dspark.modeling_dspark import DSparkDrafter
+from .candidate_generator import DrafterCandidateGenerator
+from .logits_process import SequentialHeadLogitsProcessor
+from .telemetry import stage
+
+
+class DSparkCandidateGenerator(DrafterCandidateGenerator):
+    """
+    Drafts a block for each row of one `generate` call.
+
+    Arguments as in [`DrafterCandidateGenerator`].
+    """
+
+    drafter: DSparkDrafter
+    head: SequentialHeadLogitsProcessor | None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.drafter.markov_head is not None:
+            self.head = SequentialHeadLogitsProcessor(self.drafter.markov_head)
+
+    def backbone_pass(self, input_ids: Sequence[torch.Tensor], num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        One pass over `[anchor, MASK, ...]`.
+
+        Returns:
+            Of the first `num_drafts` slots that predict, the normed hidden states `[B, G, D]` and base logits
+            `[B, G, V_draft]`.
+        """
+        config = self.drafter.config
+        anchor_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
+        # The whole block, even for fewer drafts: the slots attend to each other, and training always saw all of them.
+        block_ids = torch.full(
+            (len(anchor_ids), config.block_size), config.mask_token_id or 0, device=anchor_ids.device
+        )
+        block_ids[:, 0] = anchor_ids
+        positions = self.context.next_positions(config.block_size)
+        with stage("backbone"):
+            output = self.drafter(block_ids, positions, draft_cache=self.context.cache, embeddings=self.embeddings)
+        first = 0 if config.sample_from_anchor else 1
+        hidden_states = output.last_hidden_state[:, first : first + num_drafts]
+        if self.head is not None:
+            self.head.begin_block(hidden_states)
+        with stage("draft LM head"):
+            return hidden_states, self.drafter.base_logits(hidden_states, self.embeddings)

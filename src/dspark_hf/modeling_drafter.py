@@ -1,0 +1,331 @@
+"""What every drafter computes with, and the questions that each kind of drafter answers in its own way."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
+
+from .configuration_drafter import DrafterConfig
+from .draft_cache import DraftCache
+from .embeddings import SharedEmbeddings, target_embeddings
+from .layers import DSparkAttention, DSparkRMSNorm
+from .scheduling import ThroughputCurve
+
+
+@dataclass
+class DrafterOutput(ModelOutput):
+    """
+    What one pass of the backbone gives.
+
+    Args:
+        loss (`torch.Tensor`, *optional*): What `objective` returned as the training loss.
+        last_hidden_state (`torch.Tensor` of shape `[B, Q, D]`): Normed hidden state `h_k` of every slot.
+        metrics (`dict`, *optional*): What else `objective` returned.
+    """
+
+    loss: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
+    metrics: dict[str, torch.Tensor] | None = None
+
+
+class DrafterModel(PreTrainedModel):
+    """
+    A drafter without what concerns its files, which [`Drafter`] adds.
+
+    A kind says how it is built (`__init__`, which ends with `_add_embeddings()`), what `forward` computes and in training takes,
+    and answers the methods under "what each kind answers" where it differs. What can be told without weights is in its
+    [`~dspark_hf.configuration_drafter.DrafterConfig`].
+    """
+
+    config_class = DrafterConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # A checkpoint may hold its own copies of these although the drafter was asked to borrow the target's.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
+
+    config: DrafterConfig
+    fc: nn.Linear
+    layers: nn.ModuleList
+    norm: DSparkRMSNorm
+    draft_token_ids: torch.Tensor | None
+
+    def _add_embeddings(self) -> None:
+        """The last step of a kind's `__init__`: its own embedding and LM head, where it has them, and initial weights."""
+        config = self.config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
+        self.lm_head = nn.Linear(config.hidden_size, config.logits_size, bias=False) if config.has_lm_head else None
+        ids = torch.arange(config.draft_vocab_size) if config.draft_vocab_size else None
+        self.register_buffer("draft_token_ids", ids)
+        self.generation_config = GenerationConfig(
+            num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
+        )
+        # What a pass of the target costs, where it was measured; schedulers and back-off reckon with it.
+        self.throughput_curve: ThroughputCurve | None = None
+        # Kept outside the module tree, so that the target's tensors are not moved, trained or saved as ours.
+        self._binding: tuple[weakref.ref[PreTrainedModel], SharedEmbeddings] | None = None
+        self.post_init()
+        for module in (self.embed_tokens, self.lm_head):
+            if module is not None:
+                module.requires_grad_(False)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DSparkAttention) and module.config.attention_sinks:
+            init.zeros_(module.attention_sink_bias)
+        if module is self and self.draft_token_ids is not None:
+            init.copy_(self.draft_token_ids, torch.arange(len(self.draft_token_ids)))
+
+    # ------------------------------------------------------------------ what each kind answers
+
+    # The attention that training takes on an accelerator by default; `None` for the one set when the drafter was loaded.
+    training_attention: ClassVar[str | None] = None
+
+    @property
+    def passes_per_round(self) -> int:
+        """Passes of the drafter that a whole round of drafts takes: 1 where all slots are computed together."""
+        return 1
+
+    @property
+    def heads(self) -> dict[str, nn.Module]:
+        """Light modules on top of the backbone, by attribute name; LoRA training can train whole copies of them."""
+        return {}
+
+    def new_cache(self, num_rows: int = 1) -> DraftCache:
+        """An empty cache for the context of so many rows."""
+        return DraftCache(len(self.layers), num_rows)
+
+    def training_inputs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        keep_anchors: torch.Tensor,
+    ) -> dict[str, Any]:
+        """
+        What `forward` takes to draft from each anchor of a batch of texts, besides `context_features`, `embeddings` and
+        `objective`. It then returns hidden states `[B, A * S, D]`, the last `num_draft_tokens` of the `S` of each anchor being
+        those that drafts are predicted from.
+
+        Args:
+            input_ids: `[B, T]`, padded on the right.
+            attention_mask: False at padding, `[B, T]`.
+            anchor_positions: Index of each anchor in its row, ascending, `[B, A]`; 0 for fillers.
+            keep_anchors: False for the fillers of rows that have fewer anchors than others, `[B, A]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it is trained on.")
+
+    def sequential_features(self, previous_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """
+        What the logits of each draft take from the tokens before it, when those are known (training, and scoring drafts).
+
+        Args:
+            previous_ids: The token before each draft, `[..., G]`.
+            hidden_states: What `forward` gave for each draft, `[..., G, D]`.
+
+        Returns:
+            Features `[..., G, r]`; `None` for drafters whose hidden states say it all.
+        """
+        return None
+
+    def sequential_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that `draft_logits` applies to those features."""
+        return ()
+
+    def draft_logits(
+        self, hidden_states: torch.Tensor, features: torch.Tensor | None, embeddings: SharedEmbeddings
+    ) -> torch.Tensor:
+        """Logits `[..., V_draft]` in float32, from hidden states `[..., D]` and the features of `sequential_features`."""
+        return self.base_logits(hidden_states, embeddings)
+
+    def confidence_logits(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """
+        Confidence before the sigmoid `[...]`, from hidden states `[..., D]` and the tokens before the drafts `[...]`. Only asked
+        for where `config.gives_confidence`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} gives no confidence.")
+
+    def start_neutral(self, new: set[str]) -> None:
+        """
+        Initialises new tensors so that a drafter that was given them drafts what it drafted before.
+
+        Args:
+            new: Their names in the state dict.
+        """
+
+    def beyond_dflash(self, heads_elsewhere: bool = False) -> list[str]:
+        """
+        What this drafter has that transformers' own DFlash generator does not know; nothing when that can draft with it.
+
+        Args:
+            heads_elsewhere: The caller computes the logits, which may then take more than the target's LM head.
+        """
+        return [f"another way of drafting ({self.config.method})"]
+
+    # ------------------------------------------------------------------ embeddings
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.lm_head
+
+    def bind(self, target: PreTrainedModel | None = None) -> SharedEmbeddings:
+        """
+        The embedding and LM head to draft with: the drafter's own where it has them, otherwise the target's.
+
+        `generate` and the trainer do this themselves; call it to use the drafter alone.
+
+        Args:
+            target: The target to borrow from. It is referred to, not copied. `None` uses the last one bound.
+
+        Raises:
+            ValueError: when there is nothing to borrow from, or the target's shapes do not fit the drafter.
+        """
+        binding = self._binding  # Read once: another thread may bind meanwhile.
+        if target is None and binding is not None:
+            target = binding[0]()
+            if target is None:  # The target is gone, but not what was borrowed from it.
+                return binding[1]
+        embed_tokens, lm_head = self.embed_tokens, self.lm_head
+        if target is not None:
+            check_target(self.config, target)
+            theirs = target_embeddings(target)
+            embed_tokens, lm_head = embed_tokens or theirs[0], lm_head or theirs[1]
+        if embed_tokens is None or lm_head is None:
+            raise ValueError(
+                "This drafter has no embedding or LM head of its own: call drafter.bind(target) first. "
+                f"It was made for {self.config.target_name_or_path or 'a target its configuration does not name'}."
+            )
+        known = binding[1] if binding is not None and binding[0]() is target else None
+        if known is not None and known.serves(embed_tokens, lm_head, self.draft_token_ids):
+            return known
+        embeddings = SharedEmbeddings(
+            embed_tokens,
+            lm_head,
+            embedding_scale=self.config.embedding_scale,
+            draft_token_ids=self.draft_token_ids,
+            head_is_reduced=self.lm_head is not None,
+            raw_embeddings=self.config.raw_embeddings,
+        )
+        if target is not None:
+            self._binding = (weakref.ref(target), embeddings)
+        return embeddings
+
+    def unbind(self) -> None:
+        """Forgets the target."""
+        self._binding = None
+
+    @property
+    def bound_target(self) -> PreTrainedModel | None:
+        """The target that the drafter was last bound to; `None` without one, and when it is gone."""
+        return None if self._binding is None else self._binding[0]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the target out: bind them to theirs."""
+        return self.__dict__ | {"_binding": None}
+
+    def owning_embeddings(self) -> Any:
+        """
+        A shallow twin with copies of the embedding and LM head that this drafter borrows.
+
+        Raises:
+            ValueError: when it is bound to nothing, or the target's are quantized or offloaded.
+        """
+        embeddings = self.bind()
+        twin = copy.copy(self)
+        twin._modules, twin._binding = dict(self._modules), self._binding
+        twin.config = copy.deepcopy(self.config)
+        twin.config.has_embed_tokens = twin.config.has_lm_head = True
+        head_weight = embeddings.head_weight()
+        twin.embed_tokens = nn.Embedding.from_pretrained(embeddings.embed_tokens.weight.detach().clone())
+        twin.lm_head = nn.Linear(head_weight.shape[1], head_weight.shape[0], bias=False, device="meta")
+        twin.lm_head.weight = nn.Parameter(head_weight.detach().clone(), requires_grad=False)
+        return twin
+
+    def base_logits(self, hidden_states: torch.Tensor, embeddings: SharedEmbeddings) -> torch.Tensor:
+        """`U_k` `[..., V_draft]` in float32 from normed hidden states, scaled and soft-capped where configured."""
+        logits = embeddings.logits(hidden_states).float()
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    # ------------------------------------------------------------------ weights
+
+    def check_values(self, path: Any) -> None:
+        """
+        Looks at the weights themselves.
+
+        Args:
+            path: Where they came from, for the message.
+
+        Raises:
+            ValueError: for weights that are not finite, and for a draft vocabulary with ids that repeat or do not exist.
+        """
+        named = [*self.named_parameters(), *self.named_buffers()]
+        values = {name: tensor for name, tensor in named if tensor.is_floating_point() and not tensor.is_meta}
+        if broken := [name for name, tensor in values.items() if not torch.isfinite(tensor).all()]:
+            raise ValueError(f"The weights of {path} are damaged: {', '.join(broken)} hold NaN or infinite values.")
+        if (ids := self.draft_token_ids) is None or ids.is_meta:
+            return
+        vocab_size = self.config.vocab_size
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"The draft vocabulary of {path} is damaged: its {len(ids)} tokens have to be different ids below "
+                f"{vocab_size}, but they go from {int(ids.min())} to {int(ids.max())} and {len(ids.unique())} are different."
+            )
+
+    def enable_adapters(self) -> None:
+        """As in transformers, and with the heads that an adapter brings (PEFT's `modules_to_save`)."""
+        super().enable_adapters()
+        from peft.utils import ModulesToSaveWrapper
+
+        for module in self.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                module.enable_adapters(enabled=True)
+
+
+def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
+    """
+    Refuses a target the drafter was not made for.
+
+    Raises:
+        ValueError: naming what differs (vocabulary, hidden size, tapped layers, encoder-decoder) and the target to load.
+    """
+    name = type(target).__name__
+    made_for = config.target_name_or_path
+    advice = (
+        f"It was trained for {made_for!r}: load that target, or" if made_for else "Load the target it was made for, or"
+    )
+    advice += " train a drafter for this one (DSparkConfig.for_target)."
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"Drafters are for decoder-only targets; {name} is an encoder-decoder. {advice}")
+    text = target.config.get_text_config(decoder=True)
+    if text.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The drafter's vocabulary has {config.vocab_size} tokens, that of {name} has {text.vocab_size}. {advice}"
+        )
+    if text.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"The drafter reads hidden states of width {config.target_hidden_size}, "
+            f"{name} has width {text.hidden_size}. {advice}"
+        )
+    deepest = max(config.target_layer_ids)
+    if deepest >= text.num_hidden_layers:
+        raise ValueError(
+            f"The drafter taps target layer {deepest}, but the target has {text.num_hidden_layers} layers ({name}). {advice}"
+        )
