@@ -25,6 +25,11 @@ def register_kind(drafter: type[PreTrainedModel]) -> None:
     AutoModel.register(config, drafter, exist_ok=True)
 
 
+def unregister_kind(drafter: type[PreTrainedModel]) -> None:
+    """Takes back [`register_kind`], except in transformers' Auto classes, which forget nothing."""
+    del _drafters[drafter.config_class.model_type]
+
+
 def drafter_class(config: DrafterConfig) -> type[PreTrainedModel]:
     """The class of the drafters with such a configuration."""
     return _drafters[config.model_type]

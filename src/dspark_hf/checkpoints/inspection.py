@@ -151,7 +151,7 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
         if len(values := fields.all(name)) > 1:
             yield f"{name} is given as {' and as '.join(map(str, values))}; the first was taken"
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    used = config.rope_parameters or {}
+    used = config.to_dict().get("rope_parameters") or {}
     if copied := [name for name in INHERITED if (raw.get(name) or rope.get(name)) and name not in used]:
         yield f"{', '.join(copied)} copied from the target: ignored"
     proposals = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
