@@ -30,7 +30,7 @@ from dspark_hf.conversations.rows import encode_rows
 from dspark_hf.evaluation.figures import COLORS, LINES, MARKERS
 from dspark_hf.evaluation.replay import replay
 from dspark_hf.evaluation.statistics import NUM_RESAMPLES, ratio_of_sums
-from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator
+from dspark_hf.responses import RegenerationSettings, Regenerator
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
 from dspark_hf.training.checkpoints import last_checkpoint
 from dspark_hf.training.draft_vocab import select_draft_vocabulary, set_draft_vocabulary

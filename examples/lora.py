@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDrafter, record_speculation
 from dspark_hf.conversations.prompts import read_prompts
-from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator
+from dspark_hf.responses import RegenerationSettings, Regenerator
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, add_lora, encode_rows
 
 TOPICS = """add two numbers; reverse a string; count words; sort a list; find the largest number; sum a list; check for a

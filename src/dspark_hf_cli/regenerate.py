@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,8 @@ import typer
 from .options import Device, Dtype, Seed, Target, Threads
 
 if TYPE_CHECKING:
-    from dspark_hf.responses.regeneration import RegenerationSettings, ResponseWriter
+    from dspark_hf.responses.settings import RegenerationSettings
+    from dspark_hf.responses.writer import ResponseWriter
 
 
 def regenerate(
@@ -80,8 +82,8 @@ def regenerate(
 
     Stopped at any point, the same command goes on; nothing is lost and nothing is there twice.
     """
-    from dspark_hf.conversations.prompts import read_prompts
-    from dspark_hf.responses.regeneration import RegenerationSettings
+    from dspark_hf.conversations import read_prompts
+    from dspark_hf.responses import RegenerationSettings
 
     if (prompts is None) == (self_prompt is None):
         raise typer.BadParameter("Give either --prompts or --self-prompt.")
@@ -95,13 +97,37 @@ def regenerate(
         "enable_thinking": thinking,
     }
     settings = RegenerationSettings(**given, seed=seed, slots=slots, save_token_ids=save_token_ids)
+    rows: list[dict[str, Any]] = []
+    if prompts is not None:
+        stop = None if max_prompts is None else start + max_prompts
+        rows = list(islice(read_prompts(prompts, split, subset, column), stop))
+    if server is None:
+        _check_before_loading(target, dtype, settings, output, rows, start)
     writer = _writer(target, settings, server, api_key, dtype, device, threads)
     if self_prompt is not None:
-        rows = read_prompts(_self_prompts(writer, self_prompt, output, settings))
-    else:
-        rows = read_prompts(str(prompts), split, subset or "", column or "")
+        rows = list(read_prompts(_self_prompts(writer, self_prompt, output, settings)))
     added = writer.run(rows, output, start, max_prompts)
     typer.echo(f"{added} responses added to {output}.")
+
+
+def _check_before_loading(
+    target: str, dtype: str, settings: RegenerationSettings, output: Path, rows: list[dict[str, Any]], start: int
+) -> None:
+    """
+    Finds what would end the run after the target was loaded.
+
+    Args:
+        rows: The prompts; empty where the target is to write them.
+    """
+    from dspark_hf.responses.self_prompting import prompt_settings
+    from dspark_hf.responses.settings import origin_before_loading
+    from dspark_hf.responses.writer import check_output, chosen_prompts
+
+    prompts = chosen_prompts(rows, start) if rows else {}
+    check_output(output, prompts, origin_before_loading(settings, target, dtype))
+    if not rows:
+        settings = prompt_settings(settings.seed, settings.slots)
+        check_output(_prompts_beside(output), {}, origin_before_loading(settings, target, dtype))
 
 
 def _writer(
@@ -115,10 +141,10 @@ def _writer(
 ) -> ResponseWriter:
     """What answers: the target here, or a server."""
     if server is not None:
-        from dspark_hf.responses.server import ServerRegenerator
+        from dspark_hf.responses import ServerRegenerator
 
         return ServerRegenerator(server, target, settings, api_key)
-    from dspark_hf.responses.regeneration import Regenerator
+    from dspark_hf.responses import Regenerator
 
     from .loading import load_target
 
@@ -127,12 +153,12 @@ def _writer(
 
 def _self_prompts(writer: Any, number: int, output: Path, settings: RegenerationSettings) -> Path:
     """A file of prompts by the target, beside the responses."""
-    from dspark_hf.responses.regeneration import RegenerationSettings
-    from dspark_hf.responses.self_prompting import self_prompt
+    from dspark_hf.responses.self_prompting import prompt_settings, self_prompt
 
-    path = output.with_suffix(f".prompts{output.suffix}")
-    own = RegenerationSettings(
-        max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0, seed=settings.seed, slots=settings.slots
-    )
-    self_prompt(writer.target, writer.tokenizer, number, path, own)
+    path = _prompts_beside(output)
+    self_prompt(writer.target, writer.tokenizer, number, path, prompt_settings(settings.seed, settings.slots))
     return path
+
+
+def _prompts_beside(output: Path) -> Path:
+    return output.with_suffix(f".prompts{output.suffix}")

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark_hf.conversations import rows as chat
 from dspark_hf.conversations.rows import encode_rows
-from dspark_hf.responses.regeneration import RegenerationSettings, Regenerator
+from dspark_hf.responses import RegenerationSettings, Regenerator
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ' ' + m['content'] + '<e> \\n' }}{% endfor %}"

@@ -27,17 +27,14 @@ from dspark_hf.ragged.supported import unsupported_reason
 from dspark_hf.responses import regeneration
 from dspark_hf.responses import server as regeneration_server
 from dspark_hf.responses.decoder import SlotDecoder
-from dspark_hf.responses.regeneration import (
-    PlainDecoder,
-    RegenerationSettings,
-    Regenerator,
-    ResponseWriter,
-    resolve_sampling,
-)
+from dspark_hf.responses.plain_decoder import PlainDecoder
+from dspark_hf.responses.regeneration import Regenerator
 from dspark_hf.responses.requests import Completion, Request
 from dspark_hf.responses.self_prompting import self_prompt
 from dspark_hf.responses.server import ServerRegenerator
+from dspark_hf.responses.settings import RegenerationSettings, resolve_sampling
 from dspark_hf.responses.token_sampling import Sampling, draw_uniforms, invert_cumulative, sample_tokens
+from dspark_hf.responses.writer import ResponseWriter
 from dspark_hf.storage.json_lines import ResumableLines
 
 TEMPLATE = (
@@ -109,12 +106,14 @@ class Echo(ResponseWriter):
     def origin(self) -> dict[str, Any]:
         return self.settings
 
-    def answer(self, conversations: list[Conversation]) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    def answer(
+        self, conversations: list[Conversation], on_tokens: Callable[[int], None]
+    ) -> Iterator[dict[str, Any] | None]:
         for conversation in conversations:
             conversation.add(conversation.messages[-1]["content"], finished=True)
             while conversation.next_turn():
                 conversation.add(conversation.messages[-1]["content"], finished=True)
-            yield conversation.output_row(), 1
+            yield conversation.output_row()
 
 
 # ---------------------------------------------------------------------------------------------------- fast decoding

@@ -17,7 +17,7 @@ a `Completion`, and whoever iterates over `run` may `submit` a further request (
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -60,6 +60,7 @@ class SlotDecoder:
         refill_fraction: a prefill waits until this share of the rows is free, since prompts fed together cost much less
             per token than single ones.
         prefill_tokens: most tokens in one prefill pass, counting what pads its prompts to one length.
+        on_tokens: called after each decoding pass with the number of tokens it gave.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class SlotDecoder:
         slots: int = 128,
         refill_fraction: float = 0.06,
         prefill_tokens: int = 2048,
+        on_tokens: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.target = target
         self.device = target.device
@@ -78,6 +80,7 @@ class SlotDecoder:
         self.max_slots = slots
         self.refill_fraction = refill_fraction
         self.prefill_tokens = prefill_tokens
+        self.on_tokens = on_tokens
         self.queue: deque[Request] = deque()
         self.reset(slots)
 
@@ -163,6 +166,7 @@ class SlotDecoder:
         logits = self.feed([[] if row is None else [row.current_id] for row in self.rows])  # [n, V]
         uniforms = torch.tensor([row.uniform for _, row in active])
         token_ids = sample_tokens(logits, uniforms.to(self.device), self.sampling).tolist()
+        self.on_tokens(len(active))
         for (slot, row), token_id in zip(active, token_ids, strict=True):
             finished = token_id in self.eos_token_ids
             if not finished:

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from tqdm import tqdm
 
 
-class Progress:
-    """A progress bar over prompts with tokens/s and time left."""
+class ResponseBar:
+    """
+    A progress bar over prompts that also counts tokens, so that it moves before the first prompt is finished.
+
+    Args:
+        total: Prompts in all.
+        done: Prompts that were answered before.
+        shown: Whether there is a bar at all.
+    """
 
     def __init__(self, total: int | None, done: int, shown: bool = True) -> None:
         self.bar = tqdm(total=total, initial=done, unit="prompt", disable=not shown, mininterval=1.0, smoothing=0.05)
+        self.interval_s = 1.0
         if not self.bar.disable and not self.bar.fp.isatty():
-            self.bar.mininterval = 20.0
+            self.interval_s = self.bar.mininterval = 20.0
         self.num_tokens = 0
-        self.start_s = time.perf_counter()
+        self.start_s = self.shown_s = time.perf_counter()
+        self._lock = threading.Lock()
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / max(time.perf_counter() - self.start_s, 1e-9)
+    def text(self) -> str:
+        """Tokens so far, and how many per second."""
+        per_second = self.num_tokens / max(time.perf_counter() - self.start_s, 1e-9)
+        return f"{self.num_tokens:,} tokens, {per_second:.0f} tokens/s"
 
-    def count(self, num_tokens: int, prompts: int) -> None:
-        self.num_tokens += num_tokens
-        self.bar.set_postfix_str(f"{self.tokens_per_second:.0f} tokens/s", refresh=False)
-        self.bar.update(prompts)
+    def add_tokens(self, count: int) -> None:
+        """New tokens of any prompts; from any thread."""
+        with self._lock:
+            self.num_tokens += count
+            if time.perf_counter() - self.shown_s < self.interval_s:
+                return
+            self.shown_s = time.perf_counter()
+        self.bar.set_postfix_str(self.text)
 
-    def __enter__(self) -> Progress:
+    def add_prompt(self) -> None:
+        """One more prompt is finished."""
+        self.bar.update(1)
+
+    def __enter__(self) -> ResponseBar:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.bar.set_postfix_str(self.text, refresh=False)
         self.bar.close()

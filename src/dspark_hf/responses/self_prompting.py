@@ -8,9 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..storage.json_lines import ResumableLines
-from .progress import Progress
-from .regeneration import RegenerationSettings, Regenerator, request_seed
+from .progress import ResponseBar
+from .regeneration import Regenerator
 from .requests import Request
+from .settings import RegenerationSettings, request_seed
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +47,17 @@ def self_prompt(
     Raises:
         ValueError: the tokenizer has no chat template, or it does not show where the user's turn stands.
     """
-    settings = settings or RegenerationSettings(max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0)
+    settings = settings or prompt_settings()
     writer = Regenerator(target, tokenizer, settings)
     prefix_ids, end_id = user_turn(tokenizer, system_prompt)
     writer.eos_token_ids = sorted({*writer.eos_token_ids, end_id})
-    decoder = writer.decoder(len(prefix_ids) + writer.max_new_tokens)
-    origin = {**writer.origin(), "system_prompt": system_prompt}
-    with ResumableLines(output, origin) as lines:
+    with ResumableLines(output, writer.origin() | {"system_prompt": system_prompt}) as lines:
         seen = {normalised(row["prompt"]) for row in lines.written}
         kept_ids = {row["id"] for row in lines.written}
         before = len(kept_ids)
         next_id = useless_rounds = 0
-        with Progress(num_prompts, before, progress) as bar:
+        with ResponseBar(num_prompts, before, progress) as bar:
+            decoder = writer.decoder(len(prefix_ids) + writer.max_new_tokens, bar.add_tokens)
             while len(kept_ids) < num_prompts and useless_rounds < 5:
                 lacking = num_prompts - sum(id < next_id for id in kept_ids)
                 ids = range(next_id, next_id := next_id + lacking)
@@ -73,7 +73,7 @@ def self_prompt(
                         seen.add(normalised(text))
                         kept_ids.add(completion.key)
                         lines.append({"id": completion.key, "source": "self", "prompt": text})
-                    bar.count(completion.num_tokens, prompts=int(kept))
+                        bar.add_prompt()
                 useless_rounds = 0 if kept_ids.intersection(ids) else useless_rounds + 1
     if len(kept_ids) < num_prompts:
         logger.warning(
@@ -83,6 +83,11 @@ def self_prompt(
             num_prompts,
         )
     return len(kept_ids) - before
+
+
+def prompt_settings(seed: int = 0, slots: int = 128) -> RegenerationSettings:
+    """How prompts are drawn by default: from the whole distribution, so that they differ."""
+    return RegenerationSettings(max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0, seed=seed, slots=slots)
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> tuple[list[int], int]:

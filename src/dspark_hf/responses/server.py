@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from email.utils import mktime_tz, parsedate_tz
 from http.client import HTTPException
@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 
 from ..conversations.prompts import Conversation, Unanswerable, without_ids
 from ..conversations.templates import thinking_switch
-from .regeneration import DEFAULT_MAX_NEW_TOKENS, RegenerationSettings, ResponseWriter, request_seed
+from .settings import DEFAULT_MAX_NEW_TOKENS, RegenerationSettings, request_seed
+from .writer import ResponseWriter
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +81,20 @@ class ServerRegenerator(ResponseWriter):
     def origin(self) -> dict[str, Any]:
         return {"target": self.model, "seed": self.settings.seed, **self.fields()}
 
-    def answer(self, conversations: list[Conversation]) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    def answer(
+        self, conversations: list[Conversation], on_tokens: Callable[[int], None]
+    ) -> Iterator[dict[str, Any] | None]:
         self.stopped.clear()
         pool = ThreadPoolExecutor(self.settings.slots)
         try:
-            for future in as_completed([pool.submit(self.converse, conversation) for conversation in conversations]):
+            for future in as_completed([pool.submit(self.converse, each, on_tokens) for each in conversations]):
                 yield future.result()
         finally:
             self.stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def converse(self, conversation: Conversation) -> tuple[dict[str, Any] | None, int]:
-        """All turns of one conversation: its output row (None where the server refused it) and its tokens."""
-        num_tokens = 0
+    def converse(self, conversation: Conversation, on_tokens: Callable[[int], None]) -> dict[str, Any] | None:
+        """All turns of one conversation: its output row, or None where the server refused the first of them."""
         while True:
             try:
                 response, finished, count = self.complete(conversation)
@@ -100,10 +102,10 @@ class ServerRegenerator(ResponseWriter):
                 conversation.give_up(reason)
                 break
             conversation.add(response, finished)
-            num_tokens += count
+            on_tokens(count)
             if not conversation.next_turn():
                 break
-        return conversation.output_row() if conversation.num_responses else None, num_tokens
+        return conversation.output_row() if conversation.num_responses else None
 
     def complete(self, conversation: Conversation) -> tuple[str, bool, int]:
         """One response: text, whether it ended by itself, number of tokens."""

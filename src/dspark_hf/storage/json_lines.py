@@ -121,6 +121,11 @@ def check_origin(path: str | Path, origin: dict[str, Any], whole: bool = False) 
         )
 
 
+def written_lines(path: str | Path, kinds: Collection[str] = ("id",)) -> list[dict[str, Any]]:
+    """The whole lines of a file, none where it does not exist; errors as in [`ResumableLines`]."""
+    return _read_lines(Path(path), tuple(kinds))[0]
+
+
 def _check_noted(path: Path) -> None:
     if _holds_something(path) and not _note_of(path).exists():
         raise ValueError(
