@@ -185,14 +185,14 @@ def test_every_page_is_in_the_menu_by_its_title():
 
 
 # A line of code longer than this does not fit the column of the site.
-WIDEST_CODE = 88
+WIDEST_CODE = 80
 
 
 def test_code_fits_the_column_of_the_site():
     wide = [
         f"{path.relative_to(ROOT)}:{block.line} has {len(line)} columns: {line}"
         for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
-        if path.name not in ("structure.md", "training.md")
+        if path.name not in ("structure.md",)
         for block in blocks(path.read_text(encoding="utf-8"))
         for line in block.code.splitlines()
         if len(line) > WIDEST_CODE
