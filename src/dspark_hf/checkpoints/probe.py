@@ -47,7 +47,7 @@ class LayoutProbe:
     def __str__(self) -> str:
         declared, other = self.acceptance[self.declared], self.acceptance[not self.declared]
         measured = (
-            f"{declared:.2f} drafts a block accepted with sample_from_anchor={self.declared} as declared, {other:.2f} with "
+            f"{declared:.2f} drafts per block accepted with sample_from_anchor={self.declared} as declared, {other:.2f} with "
             f"{not self.declared} ({self.num_blocks} blocks)."
         )
         if self.is_mislabelled:
