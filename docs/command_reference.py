@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from textwrap import indent
 from typing import Any
 
 import typer
 from typer.cli import get_docs_for_click
 
-from dspark_hf.training.options import train_parser
 from dspark_hf_cli.app import app
 
 PLACE = "<!-- commands -->"
@@ -20,15 +18,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def reference() -> str:
-    """A section a command, with all its options."""
+    """One section per command, with all its options in their groups."""
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
     context = typer.Context(group, info_name="dspark-hf")
-    sections = {
-        name: get_docs_for_click(obj=command, ctx=context, indent=1, call_prefix="dspark-hf")
-        for name, command in group.commands.items()
-    }
-    # The options of `train` are dataclasses, which have a parser of their own.
-    options = indent(train_parser().format_help(), "    ")
-    sections["train"] += f'??? note "All options"\n\n    ```text\n{options}\n    ```\n'
-    return "\n".join(sections.values())
+    return "\n".join(
+        get_docs_for_click(obj=command, ctx=context, indent=1, call_prefix="dspark-hf")
+        for command in group.commands.values()
+    )

@@ -4,7 +4,7 @@
     python examples/lora.py --prompts my_prompts.jsonl --steps 2000 --max-new-tokens 512
 
 The target answers the prompts itself; the drafter's own weights stay as they are, so that one drafter serves several
-domains. `dspark-hf train --drafter DRAFTER --lora_rank 8` does the training part for larger files.
+domains. `dspark-hf train --drafter DRAFTER --lora-rank 8` does the training part for larger files.
 """
 
 import argparse

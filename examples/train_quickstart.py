@@ -2,11 +2,11 @@
 
     python examples/train_quickstart.py --output runs/quickstart
 
-    torchrun --nproc_per_node 2 examples/train_quickstart.py ...   # once features are there: a process a core, 1.5 x faster
+    torchrun --nproc_per_node 2 examples/train_quickstart.py ...   # 1.5 times faster, one process per core, with cached features
 
-It is three commands, `dspark-hf regenerate`, `cache-features` and `train`, with the settings that suit a small target and a
-CPU; each goes on where an earlier call stopped. Without data the target writes the prompts itself. `--responses FILE...`
-uses responses that exist already.
+It runs three commands, `dspark-hf regenerate`, `cache-features` and `train`, with settings that suit a small target and a
+CPU; each resumes after an interruption. The target writes the prompts itself, unless `--responses FILE...` names responses
+that exist already.
 """
 
 import argparse
@@ -45,11 +45,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def dspark_hf(command: str, *arguments: object, **options: object) -> None:
-    """Runs a command of `dspark-hf`; `max_length=512` is `--max-length 512`, a list gives the option its values."""
+    """Runs a command of `dspark-hf`; `max_length=512` is `--max-length 512`."""
     words = [command, *map(str, arguments)]
     for name, value in options.items():
-        values = value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+        words += [f"--{name.replace('_', '-')}", str(value)]
     app(words, standalone_mode=False)
 
 
@@ -75,19 +74,20 @@ def cache(options: argparse.Namespace, target: Path, files: list[Path], folder: 
 def train(options: argparse.Namespace, target: Path, folder: Path) -> None:
     """Stage 4."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    together = {"ddp_backend": "gloo", "ddp_find_unused_parameters": "false"} if processes > 1 else {}
+    further = ["adam_beta2=0.98", "target_name_or_path=HuggingFaceTB/SmolLM2-135M-Instruct"]
+    if processes > 1:
+        further += ["ddp_backend=gloo", "ddp_find_unused_parameters=false"]
     dspark_hf(
-        "train", "--use_cpu", "--bf16",
-        target=target, data=folder, output_dir=options.output, target_dtype="bfloat16", mask_token=MASK_TOKEN,
-        target_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
-        num_hidden_layers=options.layers, target_layer_ids=options.taps, markov_rank=options.rank,
+        "train", "--use-cpu", "--bf16", "--no-progress", *(word for setting in further for word in ("--set", setting)),
+        target=target, data=folder, output=options.output, target_dtype="bfloat16", mask_token=MASK_TOKEN,
+        num_hidden_layers=options.layers, target_layer_ids=",".join(map(str, options.taps)), markov_rank=options.rank,
         draft_vocab_size=options.draft_vocab_size,
         max_steps=options.steps, learning_rate=options.learning_rate, warmup_steps=options.steps // 50,
-        lr_scheduler_type="cosine", adam_beta2=0.98, matrix_optimizer="muon", num_anchors=options.anchors,
+        lr_scheduler_type="cosine", matrix_optimizer="muon", num_anchors=options.anchors,
         per_device_train_batch_size=options.batch_size // processes,
         per_device_eval_batch_size=options.batch_size,
         logits_chunk_size=256,  # What fits the caches of a CPU core; a GPU takes more at once.
-        save_steps=options.save_steps, save_dtype="bfloat16", report_to="none", disable_tqdm="true", **together,
+        save_steps=options.save_steps, save_dtype="bfloat16",
     )  # fmt: skip
 
 

@@ -133,7 +133,6 @@ def test_a_planted_circle_through_a_package_is_found(tmp_path: Path):
 # that defines it (or, on `self`, in a subclass). Exceptions, by file and name, each with its reason:
 ALLOWED_PRIVATE_NAMES = {
     ("dspark_hf.modeling_drafter", "_modules"),  # torch's: a shallow copy of a module needs a dictionary of its own.
-    ("dspark_hf.training.options", "_actions"),  # argparse's: it has no public list of a parser's options.
 }
 # The attributes by which transformers asks a model to describe itself, and the method that a model defines for its weights.
 ASKED_OF_MODELS = {

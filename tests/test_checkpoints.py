@@ -273,7 +273,12 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path):
 def test_a_model_that_is_not_a_drafter_is_refused(tmp_path: Path):
     tiny.qwen3().save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"not a DSpark drafter.*model_type='qwen3'.*Qwen3ForCausalLM.*Qwen3DSparkModel"
+        ValueError, match=r"is a language model \(Qwen3ForCausalLM\), not a drafter: use it as the target"
+    ):
+        DSparkDrafter.from_pretrained(tmp_path)
+    change_config(tmp_path, architectures=["Qwen3Model"])
+    with pytest.raises(
+        ValueError, match=r"not a drafter in a known format: its model_type is 'qwen3'.*Qwen3Model.*DeepSpec"
     ):
         DSparkDrafter.from_pretrained(tmp_path)
 

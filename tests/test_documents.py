@@ -83,7 +83,7 @@ def test_code_blocks(path, stand_ins):
         ("bash", "dspark-hf bench --target t --drafter d --no-such-option", "--no-such-option"),
         ("bash", "dspark-hf bench --target t", "(?i)missing .*drafter"),
         ("bash", "dspark-hf sweep --target t --drafter d --over colour", "colour"),
-        ("bash", "dspark-hf train --target t --data d --output_dir o --no_such_option 1", "wrong usage"),
+        ("bash", "dspark-hf train --target t --data d --output o --no-such-option 1", "--no-such-option"),
         ("bash", "dspark-hf nonsense", "no such command"),
         ("bash", "python examples/generate.py --no-such-option", "exit code 2"),
         ("bash", "python examples/no_such_file.py", "does not exist"),

@@ -1,4 +1,4 @@
-"""Number types by the names that options give them."""
+"""Floating-point dtypes by name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import torch
 
 def floating_dtype(name: str, option: str) -> torch.dtype:
     """
-    A number type for weights, by name.
+    The dtype of a name.
+
+    Args:
+        name: Such as `"bfloat16"`.
+        option: What the error calls it.
 
     Raises:
-        ValueError: naming `option`, when torch has none of this name.
+        ValueError: when torch has no floating-point dtype of this name.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(
-            f"{option} is {name!r}, which is no number type for weights; give float32, bfloat16 or float16."
+            f"{option} is {name!r}, which is not a floating-point dtype: use float32, bfloat16 or float16."
         )
     return found

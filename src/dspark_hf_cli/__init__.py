@@ -8,34 +8,30 @@ what makes `generate` know drafters). Files here import such packages only insid
 
 from __future__ import annotations
 
-import os
 import sys
+
+from . import exit_codes
 
 
 def main() -> None:
     """
     Runs the command line.
 
-    Exits with 0 when all went well, 1 on an error, 2 on wrong usage, 3 when `bench` found greedy answers that are not those
-    of plain `generate`, 130 on an interrupt. Errors are one line; set `DSPARK_HF_TRACEBACK=1` for where they come from.
+    Exits with 0 when all went well, 1 on an error, 2 on wrong usage, 3 when `bench` found greedy answers that differ from
+    those of plain `generate`, 130 on an interrupt. An error is one line on standard error; `DSPARK_HF_TRACEBACK=1` shows
+    where it comes from.
     """
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        _fail(f"The command line needs {error.name}: pip install 'dspark-hf[cli]'.")
+        print(f"error: The command line needs {error.name}: pip install 'dspark-hf[cli]'.", file=sys.stderr)
+        sys.exit(exit_codes.ERROR)
     from .app import app
+    from .errors import ending_with_a_line
 
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (ValueError, OSError, ImportError) as error:
-        if os.environ.get("DSPARK_HF_TRACEBACK"):
-            raise
-        _fail(str(error))
-
-
-def _fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(1)
+    with ending_with_a_line():
+        code = app(prog_name="dspark-hf", standalone_mode=False) or 0
+        if code == exit_codes.INTERRUPTED:  # which is what typer makes of Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(code)

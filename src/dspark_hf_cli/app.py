@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from . import exit_codes
 from .bench import bench
 from .cache_features import cache_features
 from .calibrate import calibrate
@@ -14,20 +15,26 @@ from .chat import chat
 from .convert import convert
 from .env import env
 from .inspect import inspect
+from .layout import Command, Group
 from .profile import profile
 from .regenerate import regenerate
 from .serve_bench import serve_bench
 from .sweep import sweep
-from .train import CONTEXT as TRAIN_CONTEXT
 from .train import train
+
+
+def with_dashes(name: str) -> str:
+    """The spelling of options, commands and choices: `--max_new_tokens` is taken for `--max-new-tokens`."""
+    return name.replace("_", "-")
+
 
 app = typer.Typer(
     name="dspark-hf",
-    help="DSpark speculative decoding for Hugging Face transformers.",
-    no_args_is_help=True,
+    cls=Group,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": with_dashes},
 )
 
 
@@ -47,25 +54,29 @@ def _version() -> str:
         return dspark_hf.__version__
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """DSpark speculative decoding for Hugging Face transformers."""
+    """Speculative decoding with DSpark drafters for Hugging Face transformers."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(exit_codes.USAGE)
 
 
-TRAINING, MEASURING, USING, FILES = "Training", "Measuring", "Using", "Files and reports"
-app.command(rich_help_panel=TRAINING)(regenerate)
-app.command(rich_help_panel=TRAINING)(cache_features)
-app.command(rich_help_panel=TRAINING, context_settings=TRAIN_CONTEXT)(train)
-app.command(rich_help_panel=TRAINING)(calibrate)
-app.command(rich_help_panel=MEASURING)(bench)
-app.command(rich_help_panel=MEASURING)(sweep)
-app.command(rich_help_panel=MEASURING)(serve_bench)
-app.command(rich_help_panel=MEASURING)(profile)
-app.command(rich_help_panel=USING)(chat)
-app.command(rich_help_panel=FILES)(inspect)
-app.command(rich_help_panel=FILES)(convert)
-app.command(rich_help_panel=FILES)(env)
+USING, TRAINING, MEASURING, FILES = "Use a drafter", "Make a drafter", "Measure", "Files and reports"
+app.command(cls=Command, rich_help_panel=USING)(chat)
+app.command(cls=Command, rich_help_panel=TRAINING)(regenerate)
+app.command(cls=Command, rich_help_panel=TRAINING)(cache_features)
+app.command(cls=Command, rich_help_panel=TRAINING)(train)
+app.command(cls=Command, rich_help_panel=TRAINING)(calibrate)
+app.command(cls=Command, rich_help_panel=MEASURING)(bench)
+app.command(cls=Command, rich_help_panel=MEASURING)(serve_bench)
+app.command(cls=Command, rich_help_panel=MEASURING)(sweep)
+app.command(cls=Command, rich_help_panel=MEASURING)(profile)
+app.command(cls=Command, rich_help_panel=FILES)(inspect)
+app.command(cls=Command, rich_help_panel=FILES)(convert)
+app.command(cls=Command, rich_help_panel=FILES)(env)

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import exit_codes
 from .options import (
+    MEASUREMENT,
+    MODELS,
+    Check,
     Compile,
     Device,
     Drafters,
@@ -26,9 +30,8 @@ from .options import (
 if TYPE_CHECKING:
     from dspark_hf.evaluation import Method
 
-# A greedy answer that departs where the target's logits are this close is a tie that rounding decides.
+# Where two tokens have logits this close, rounding decides which of them a greedy answer takes.
 TIES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-EXIT_DIFFERENT = 3
 
 
 def bench(
@@ -39,18 +42,38 @@ def bench(
     schedule: Annotated[
         list[str] | None,
         typer.Option(
-            help="How many drafts to verify: fixed, fixed:N, threshold:P (such as threshold:0.5), throughput or "
-            "async_throughput (by cost: the drafter's curve, see `profile`, or one measured at the start). May be repeated; "
-            "fixed by default."
+            metavar="NAME",
+            rich_help_panel=MEASUREMENT,
+            help="How many drafts are verified per round: fixed (all, the default), fixed:N, threshold:P (up to the first "
+            "draft less confident than P), throughput or async_throughput (by their cost, which is read from the drafter's "
+            "folder or measured at the start). Give the option several times to compare schedules.",
         ),
     ] = None,
     assistant: Annotated[
-        str | None, typer.Option(help="A small model of the same vocabulary, for transformers' assisted generation.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            rich_help_panel=MODELS,
+            help="Also measure transformers' assisted generation with this small model, which has the target's tokenizer.",
+        ),
     ] = None,
-    prompt_lookup: Annotated[bool, typer.Option(help="Compare with transformers' prompt lookup as well.")] = True,
-    dflash: Annotated[
-        bool, typer.Option(help="Compare with transformers' DFlash generator, where a drafter is a plain DFlash one.")
+    prompt_lookup: Annotated[
+        bool,
+        typer.Option(
+            "--prompt-lookup/--no-prompt-lookup",
+            rich_help_panel=MEASUREMENT,
+            help="Also measure transformers' prompt lookup.",
+        ),
     ] = True,
+    dflash: Annotated[
+        bool,
+        typer.Option(
+            "--dflash/--no-dflash",
+            rich_help_panel=MEASUREMENT,
+            help="Also measure transformers' own DFlash generation, for drafters that it can use.",
+        ),
+    ] = True,
+    check: Check = 4,
     max_prompts: MaxPrompts = None,
     max_new_tokens: MaxNewTokens = 2048,
     temperature: Temperature = 1.0,
@@ -59,47 +82,54 @@ def bench(
     device: Device = None,
     threads: Threads = None,
     compile: Compile = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Also say where the time of a round goes.")] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", rich_help_panel=MEASUREMENT, help="Also measure where the time of a round goes."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """
-    Measure what a drafter is worth on a target, prompts and this machine.
+    Measure how much faster a target decodes with a drafter, on this machine.
 
-    All methods answer the same prompts, one after the other in changing order. Results are printed and written to the
-    output folder: `results.json`, `report.html`, `records.jsonl` (from which a stopped run continues) and the figures.
+    Plain `generate` and all other methods answer the same prompts, one after the other in changing order. Some prompts are
+    also answered greedily, and these answers are compared with those of plain `generate`. Results are printed and written to
+    the output folder: `results.json`, `report.html`, figures, and `records.jsonl`, from which an interrupted run resumes.
 
-    Exit code 3: some greedy answers are not those of plain generate, and not because of a tie.
+    Exit code 3: a greedy answer differs from that of plain `generate`, and not by a tie between two tokens.
     """
     from dspark_hf.evaluation import BenchSettings
 
-    from .loading import compile_models, load_drafter, load_target, load_tasks
-    from .running import finish, run
+    from .loading import attach, compile_models, load_drafter, load_target, load_tasks
+    from .running import check_resumable, finish, run
 
+    settings = BenchSettings(max_new_tokens, temperature, seed)
     loaded_tasks = load_tasks(tasks, max_prompts, seed)
+    schedules = schedule or ["fixed"]
+    others: dict[str, Any] = {
+        "target": target,
+        "drafters": drafter,
+        "schedules": schedules,
+        "assistant": assistant,
+        "prompt_lookup": prompt_lookup,
+        "dflash": dflash,
+        "compile": compile,
+    }
+    check_resumable(output, loaded_tasks, settings, dtype, device, others)
+    drafters = [load_drafter(name) for name in drafter]
     model, tokenizer = load_target(target, dtype, device, threads)
-    drafters = [load_drafter(name, model) for name in drafter]
-    methods = _compared(model, drafter, drafters, schedule or ["fixed"], assistant, prompt_lookup, dflash)
+    drafters = [attach(one, model) for one in drafters]
+    methods = _compared(model, drafter, drafters, schedules, assistant, prompt_lookup, dflash)
     if compile:
         compile_models(model, *drafters)
-    settings = BenchSettings(max_new_tokens, temperature, seed)
-    document = run(
-        model,
-        tokenizer,
-        methods,
-        loaded_tasks,
-        settings,
-        output,
-        {"target": target, "drafters": drafter, "compile": compile, "assistant": assistant},
-        profile=profile,
-    )
+    document = run(model, tokenizer, methods, loaded_tasks, settings, output, others, check, profile)
     finish(document, output, json)
     tie = TIES.get(document["settings"]["dtype"], 1e-3)
     if wrong_answers(document["identity"], tie):
-        raise typer.Exit(EXIT_DIFFERENT)
+        raise typer.Exit(exit_codes.DIFFERENT_ANSWERS)
 
 
 def wrong_answers(identity: dict[str, Any], tie: float) -> int:
-    """Greedy answers that depart from plain `generate` where the target's logits are further apart than `tie`."""
+    """How many greedy answers differ from plain `generate` where the target's logits are further apart than `tie`."""
     return sum(d["gap"] is None or abs(d["gap"]) > tie for method in identity.values() for d in method["differences"])
 
 
@@ -113,8 +143,6 @@ def _compared(
     dflash: bool,
 ) -> list[Method]:
     """The methods to compare, plain `generate` first."""
-    from transformers import AutoModelForCausalLM
-
     from dspark_hf.evaluation.costs import curve_here
     from dspark_hf.evaluation.methods import (
         BY_COST,
@@ -126,20 +154,19 @@ def _compared(
         schedule_method,
     )
 
-    from .loading import labels_of
+    from .loading import labels_of, load_language_model
 
     methods = [plain_method()]
     if prompt_lookup:
         methods.append(prompt_lookup_method())
     if assistant is not None:
-        small = AutoModelForCausalLM.from_pretrained(assistant, dtype=model.dtype).to(model.device).eval()
-        methods.append(assistant_method(small))
+        methods.append(assistant_method(load_language_model(assistant, model, "assistant")))
     for label, loaded in zip(labels_of(names), drafters, strict=True):
         if dflash and is_dflash(loaded):
             suffix = "" if len(names) == 1 else f" {label}"
             methods.append(dflash_method(loaded, f"dflash{suffix} (transformers)"))
-        weighs_costs = loaded.config.gives_confidence and any(schedule in BY_COST for schedule in schedules)
-        curve = curve_here(model, loaded) if weighs_costs else None
+        needs_costs = loaded.config.gives_confidence and any(schedule in BY_COST for schedule in schedules)
+        curve = curve_here(model, loaded) if needs_costs else None
         try:
             methods += [schedule_method(loaded, schedule, label, curve) for schedule in schedules]
         except ValueError as error:

@@ -8,22 +8,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Device, Dtype, Json, MaxNewTokens, MaxPrompts, Output, Seed, Target, Tasks, Temperature, Threads
+from .options import (
+    MEASUREMENT,
+    OUTPUT,
+    Device,
+    Drafter,
+    Dtype,
+    Json,
+    MaxNewTokens,
+    MaxPrompts,
+    Output,
+    Seed,
+    Target,
+    Tasks,
+    Temperature,
+    Threads,
+)
 
 if TYPE_CHECKING:
-    from dspark_hf.drafter import Drafter
+    import dspark_hf
     from dspark_hf.scheduling import Calibration
 
 
 def calibrate(
     target: Target,
-    drafter: Annotated[str, typer.Option("--drafter", "-d", help="The drafter: a folder or a model of the Hub.")],
+    drafter: Drafter,
     tasks: Tasks = "gsm8k,mbpp,alpaca",
     output: Output = Path("calibration"),
     in_place: Annotated[
-        bool, typer.Option("--in-place", help="Write the temperatures into the drafter's own folder, not to a copy.")
+        bool,
+        typer.Option(
+            "--in-place",
+            rich_help_panel=OUTPUT,
+            help="Write the temperatures into the drafter's own folder instead of a copy of it.",
+        ),
     ] = False,
-    min_rounds: Annotated[int, typer.Option(min=1, help="A slot seen in fewer rounds keeps T = 1.")] = 200,
+    min_rounds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=MEASUREMENT,
+            help="Fit a temperature only for slots that were reached in N rounds or more.",
+        ),
+    ] = 200,
     max_prompts: MaxPrompts = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 1.0,
@@ -34,12 +62,12 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """
-    Make a drafter's confidence mean what it says: Sequential Temperature Scaling.
+    Calibrate a drafter's confidence: Sequential Temperature Scaling.
 
-    Decodes prompts that the drafter was not trained on, with every draft verified, and fits a temperature for each slot.
-    The temperatures become part of the drafter's configuration: of a copy in `drafter` of the output folder, or of the
-    drafter itself with --in-place. Also written: `calibration.json`, `reliability.png`, and `records.jsonl`, from which a
-    stopped run continues.
+    Decodes prompts, which should be others than those of training, and verifies every draft. Then it fits a temperature for
+    each slot, so that a confidence of 0.8 means that 80 % of such drafts are accepted. The temperatures become part of the
+    drafter's configuration: that of a copy in `drafter` of the output folder or, with --in-place, of the drafter itself.
+    Also written: `calibration.json`, `reliability.png`, and `records.jsonl`, from which an interrupted run resumes.
     """
     import json as json_module
 
@@ -47,19 +75,21 @@ def calibrate(
     from dspark_hf.scheduling import ConfidenceRounds, fit_temperatures, plot_reliability
     from dspark_hf.storage.atomic import write_text
 
-    from .loading import load_drafter, load_target, load_tasks
-    from .running import save_figure
+    from .loading import attach, load_drafter, load_target, load_tasks
+    from .running import check_resumable, save_figure
 
     if in_place:
         _check_in_place(drafter)
-    loaded_tasks = load_tasks(tasks, max_prompts, seed)
-    model, tokenizer = load_target(target, dtype, device, threads)
-    loaded = load_drafter(drafter, model)
-    if not loaded.config.gives_confidence:
-        raise typer.BadParameter(f"{drafter} has no confidence head, so there is nothing to calibrate.")
-    loaded.config.confidence_temperatures = None  # What is fitted replaces what was there.
     settings = BenchSettings(max_new_tokens, temperature, seed)
-    rounds = _collect(model, tokenizer, loaded, loaded_tasks, settings, output, {"target": target, "drafter": drafter})
+    loaded_tasks = load_tasks(tasks, max_prompts, seed)
+    others = {"target": target, "drafter": drafter}
+    check_resumable(output, loaded_tasks, settings, dtype, device, others)
+    loaded = load_drafter(drafter)
+    if not loaded.config.gives_confidence:
+        raise typer.BadParameter(f"'{drafter}' has no confidence head, so there is nothing to calibrate.")
+    loaded.config.confidence_temperatures = None  # What is fitted replaces what was there.
+    model, tokenizer = load_target(target, dtype, device, threads)
+    rounds = _collect(model, tokenizer, attach(loaded, model), loaded_tasks, settings, output, others)
     num_slots = loaded.config.num_draft_tokens
     calibration = fit_temperatures(ConfidenceRounds.from_records(rounds, num_slots), min_rounds=min_rounds)
     written = _write(drafter, calibration, output, in_place)
@@ -70,11 +100,17 @@ def calibrate(
         print(json_module.dumps(document))
         return
     _print_calibration(calibration)
-    print(f"{len(rounds)} rounds. Drafter with its temperatures: {written}")
+    print(f"{len(rounds)} rounds. The calibrated drafter is in {written}.")
 
 
 def _collect(
-    model: Any, tokenizer: Any, drafter: Drafter, tasks: Any, settings: Any, output: Path, names: dict[str, str]
+    model: Any,
+    tokenizer: Any,
+    drafter: dspark_hf.Drafter,
+    tasks: Any,
+    settings: Any,
+    output: Path,
+    names: dict[str, str],
 ) -> list[Any]:
     """Rounds in which every draft was verified, those of an earlier run included."""
     from dspark_hf.evaluation.methods import calibration_method
@@ -89,7 +125,8 @@ def _collect(
 def _check_in_place(drafter: str) -> None:
     """
     Raises:
-        typer.BadParameter: where there is no folder of our own format whose configuration could hold temperatures.
+        typer.BadParameter: when the drafter is not a folder in this library's format, whose configuration has a place for
+            temperatures.
     """
     from transformers import PreTrainedConfig
 
@@ -98,13 +135,13 @@ def _check_in_place(drafter: str) -> None:
     is_folder = Path(drafter).is_dir()
     if not is_folder or PreTrainedConfig.get_config_dict(drafter)[0].get("model_type") not in config_classes():
         raise typer.BadParameter(
-            f"--in-place needs a folder that save_pretrained of a drafter wrote, and {drafter} is not one. Leave it out: the "
+            f"--in-place needs a folder that save_pretrained of a drafter wrote, and '{drafter}' is not one. Leave it out: the "
             "drafter is then written to the output folder."
         )
 
 
 def _write(drafter: str, calibration: Calibration, output: Path, in_place: bool) -> Path:
-    """Puts the temperatures where `from_pretrained` finds them; weights keep the number type that they have."""
+    """Puts the temperatures where `from_pretrained` finds them; the dtype of the weights stays."""
     from transformers import AutoConfig
 
     from dspark_hf.drafter import Drafter

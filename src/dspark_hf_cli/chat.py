@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Device, Dtype, Target, Threads
+from .options import ANSWERS, Device, Drafter, Dtype, MaxNewTokens, Target, Temperature, Threads
 
 if TYPE_CHECKING:
     from .chat_session import ChatSession
@@ -16,34 +16,46 @@ if TYPE_CHECKING:
 
 def chat(
     target: Target,
-    drafter: Annotated[str, typer.Option("--drafter", "-d", help="The drafter: a folder or a model of the Hub.")],
-    system: Annotated[str | None, typer.Option(help="What stands before the first turn.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    drafter: Drafter,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", rich_help_panel=ANSWERS, help="System message that stands before the first turn."),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
     threshold: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Drafts end before the first slot less confident than this.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            rich_help_panel=ANSWERS,
+            help="Stop drafting at the first slot whose confidence is below P. By default the drafter's setting.",
+        ),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
 ) -> None:
     """
-    Chat with the target in the terminal. Drafted tokens are tinted.
+    Chat with the target in the terminal; drafted tokens have a colour of their own.
 
-    `/plain` switches the drafter off and on, so that the difference can be felt; `/clear` starts anew; `/quit`, or the end
-    of the input, ends. Where input or output is not a terminal, a line of input is a turn, answers are plain text on
-    standard output, and what they cost is on standard error.
+    `/plain` switches the drafter off and on, so that you can feel the difference; `/clear` starts a new conversation; `/quit`
+    or the end of the input ends the program. If input or output is not a terminal, each line of input is a turn, answers are
+    plain text on standard output, and their speed is on standard error.
     """
+    from .loading import attach, load_drafter, load_target
+
+    loaded = load_drafter(drafter)
+    model, tokenizer = load_target(target, dtype, device, threads)
+    attach(loaded, model)
+
     from rich.console import Console
 
     from .chat_session import ChatSession, show_help
-    from .loading import load_drafter, load_target
 
-    model, tokenizer = load_target(target, dtype, device, threads)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    session = ChatSession(
-        model, tokenizer, load_drafter(drafter, model), system, max_new_tokens, temperature, threshold, interactive
-    )
+    session = ChatSession(model, tokenizer, loaded, system, max_new_tokens, temperature, threshold, interactive)
     if interactive:
         show_help(Console())
         with contextlib.suppress(ImportError):
@@ -53,17 +65,20 @@ def chat(
 
 
 def _obey(session: ChatSession, line: str) -> None:
+    """Does what a line of input says: a command, or a turn of the conversation."""
     from rich.console import Console
 
-    from .chat_session import interruptible, show_help
+    from .chat_session import interruptible, show_help, unknown_command
 
     if line == "/plain":
         session.uses_drafter = not session.uses_drafter
         typer.echo(f"drafter {'on' if session.uses_drafter else 'off'}", err=True)
     elif line == "/clear":
         session.clear()
-    elif line.startswith("/"):
+    elif line == "/help":
         show_help(Console(stderr=True))
+    elif line.startswith("/"):
+        typer.echo(unknown_command(line), err=True)
     elif line:
         with interruptible() as stop:
             session.answer(line, stop)
@@ -72,12 +87,12 @@ def _obey(session: ChatSession, line: str) -> None:
 
 
 def _read_line(interactive: bool) -> str | None:
-    """The next line of input, `""` for one that Ctrl-C broke off, `None` at the end."""
+    """The next line of input, `""` for one that Ctrl-C interrupted, `None` at the end."""
     try:
         return input("> " if interactive else "").strip()
     except EOFError:
         if interactive:
-            typer.echo()  # The shell's prompt is not to stand behind ours.
+            typer.echo()  # so that the shell's prompt starts on a new line
         return None
     except KeyboardInterrupt:
         if not interactive:

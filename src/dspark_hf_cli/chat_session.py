@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import signal
 import sys
 import threading
@@ -27,20 +28,33 @@ DRAFTED_STYLE, OWN_STYLE = "dodger_blue1", "dark_orange"
 SECONDS_BETWEEN_REDRAWS = 1 / 8
 
 
-HELP = "/plain switches the drafter off and on, /clear starts anew, Ctrl-C stops an answer, /quit or Ctrl-D ends."
+COMMANDS = ("/plain", "/clear", "/help", "/quit")
+HELP = (
+    "/plain switches the drafter off and on, /clear starts a new conversation, Ctrl-C stops an answer, /quit or Ctrl-D ends "
+    "the program."
+)
 
 
 def show_help(console: Console) -> None:
-    """Says what the colours mean, in these colours, and what can be typed."""
-    console.print(Text.assemble(("drafted tokens", DRAFTED_STYLE), ", ", ("the target's own", OWN_STYLE)))
+    """Prints what the colours mean, in these colours, and what can be typed."""
+    console.print(Text.assemble(("drafted tokens", DRAFTED_STYLE), ", ", ("the target's tokens", OWN_STYLE)))
     console.print(Text(HELP))
+
+
+def unknown_command(line: str) -> str:
+    """What to say about a line that looks like a command and is not one."""
+    word = line.split()[0]
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
+    return f"Unknown command {word}. " + (
+        f"Did you mean {close[0]}?" if close else f"Commands are {', '.join(COMMANDS)}."
+    )
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
     """
-    Ctrl-C sets the event instead of raising, so that what is under way ends where nothing is left half done. A second
-    one raises `KeyboardInterrupt`, as ever.
+    Ctrl-C sets the event instead of raising, so that an answer ends between two tokens. A second Ctrl-C raises
+    `KeyboardInterrupt` as usual.
     """
     stop = threading.Event()
 
@@ -72,7 +86,7 @@ class ChatSession:
 
     Args:
         target, tokenizer, drafter: The models.
-        system: What stands before the first turn.
+        system: Message that stands before the first turn.
         max_new_tokens, temperature, threshold: As the options.
         live: Whether this is a terminal, where figures are shown while an answer grows.
     """
@@ -103,11 +117,11 @@ class ChatSession:
 
     def answer(self, text: str, stop: threading.Event) -> str:
         """
-        Streams the answer to one turn to standard output, and says what it cost.
+        Streams the answer to one turn to standard output, followed by its speed.
 
         Args:
-            text: What the user says.
-            stop: Ends the answer early when it is set; what was said until then stays part of the conversation.
+            text: The user's turn.
+            stop: Ends the answer early when it is set; the text so far stays part of the conversation.
 
         Returns:
             The answer.
@@ -135,7 +149,7 @@ class ChatSession:
 
 class PrintedAnswer(DraftTintStreamer):
     """
-    Prints an answer as it is generated, and what it cost to standard error when it is left.
+    Prints an answer as it is generated, and at the end its speed to standard error.
 
     Args:
         tokenizer: Decodes the tokens.
@@ -162,12 +176,12 @@ class PrintedAnswer(DraftTintStreamer):
         super().put(value)
 
     def status(self) -> str:
-        """Tokens a second, and what the drafts were good for."""
+        """Tokens per second, tokens per pass, and the share of accepted drafts."""
         elapsed = time.perf_counter() - self._first_at
         speed = (self.num_tokens - 1) / elapsed if self.num_tokens > 1 and elapsed > 0 else 0.0
         line = f"{self.num_tokens} tokens, {speed:.1f} tokens/s"
         if self.stats.rounds:
-            line += f", {self.stats.acceptance_length:.2f} tokens a pass"
+            line += f", {self.stats.acceptance_length:.2f} tokens per pass"
         if any(round_.verified for round_ in self.stats.rounds):
             line += f", {self.stats.acceptance_rate:.0%} of drafts accepted"
         return line

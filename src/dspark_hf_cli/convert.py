@@ -4,54 +4,76 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from .inspect import Revision, Subfolder
-from .options import Json
+from .options import MACHINE, MODELS, OUTPUT, Json, Revision, Subfolder
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="The drafter: a folder, a GGUF file or a repository of the Hub.")],
-    destination: Annotated[Path, typer.Argument(help="A new folder.")],
-    format: Annotated[
+    source: Annotated[
         str,
-        typer.Option("--format", "-f", help="deepspec, vllm-sglang, speculators or modelopt (TensorRT-LLM)."),
+        typer.Argument(
+            metavar="DRAFTER",
+            rich_help_panel=MODELS,
+            help="The drafter: a folder, a GGUF file or a repository on the Hub.",
+        ),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="FOLDER", rich_help_panel=OUTPUT, help="A new folder for the files.")
+    ],
+    format: Annotated[
+        Literal["deepspec", "vllm-sglang", "speculators", "modelopt"],
+        typer.Option(
+            "--format",
+            "-f",
+            rich_help_panel=OUTPUT,
+            help="Format to write: that of DeepSpec, one for both vLLM and SGLang, that of the speculators package, or that "
+            "of ModelOpt (TensorRT-LLM).",
+        ),
     ],
     target: Annotated[
         str | None,
         typer.Option(
             "--target",
             "-t",
-            help="Its target. Named in the written file; read where the file has to hold its embedding or head (deepspec, and "
-            "reduced draft vocabularies).",
+            metavar="MODEL",
+            rich_help_panel=MODELS,
+            help="The drafter's target. Its name is written into the files. It is loaded only where the files have to hold "
+            "its embedding or LM head: for the deepspec format and for reduced draft vocabularies.",
         ),
     ] = None,
     revision: Revision = None,
     subfolder: Subfolder = None,
-    dtype: Annotated[str, typer.Option(help="Number type to write: auto keeps the drafter's own.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=MACHINE,
+            help="Floating-point type to write; auto keeps that of the drafter's files.",
+        ),
+    ] = "auto",
     json: Json = False,
 ) -> None:
     """
-    Rewrite a drafter for other software, check the file and print how to serve it.
+    Write a drafter in the format of other software, check the files, and print the command that serves it.
     """
-    from dspark_hf.checkpoints import EXPORT_FORMATS, export
-    from dspark_hf.drafter import Drafter
+    from dspark_hf import Drafter
+    from dspark_hf.checkpoints import export
 
-    from .loading import checked_dtype
+    from .loading import check_dtype_and_device, load_language_model, say
 
-    if format not in EXPORT_FORMATS:
-        raise typer.BadParameter(f"--format {format} is none of {', '.join(EXPORT_FORMATS)}.")
+    if destination.is_file() or (destination.exists() and any(destination.iterdir())):
+        raise typer.BadParameter(f"'{destination}' exists already and holds something: choose a new folder.")
     hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder or ""}
-    drafter = Drafter.from_pretrained(source, dtype=checked_dtype(dtype), **hub)
+    say(f"Loading the drafter {source} ...")
+    drafter = Drafter.from_pretrained(source, dtype=check_dtype_and_device(dtype), **hub)
     bound = None
     if target is not None:
         drafter.config.target_name_or_path = target
         if drafter.lm_head is None and (format == "deepspec" or drafter.config.draft_vocab_size):
-            from transformers import AutoModelForCausalLM
-
-            bound = AutoModelForCausalLM.from_pretrained(target, dtype=drafter.dtype)
+            bound = load_language_model(target, drafter, "target")
             drafter.bind(bound)
     written = export(drafter, destination, format)
     if json:

@@ -10,7 +10,7 @@ from .options import Json
 
 
 def env(json: Json = False) -> None:
-    """Print what a bug report needs: versions, machine, devices."""
+    """Print what a bug report needs: versions, machine and devices."""
     from dspark_hf.evaluation.environment import environment
 
     found = environment()

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Device, Dtype, Json
+from .options import ANSWERS, MODELS, Device, Dtype, Json, Revision, Subfolder
 
 if TYPE_CHECKING:
     from dspark_hf.checkpoints import LayoutProbe
 
-# What the probe continues when --target is given: everyday prompts, a few tens of tokens of answer each.
+# The prompts that the probe lets the target answer.
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -20,25 +20,39 @@ PROMPTS = (
     "List the planets of the solar system in order, with one fact about each.",
 )
 
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-Subfolder = Annotated[str | None, typer.Option(help="Folder inside the repository.")]
-
 
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="The drafter: a folder, a GGUF file or a repository of the Hub.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="DRAFTER",
+            rich_help_panel=MODELS,
+            help="The drafter: a folder, a GGUF file or a repository on the Hub.",
+        ),
+    ],
     target: Annotated[
         str | None,
-        typer.Option("--target", "-t", help="Its target: drafts with it in both slot layouts and says which is right."),
+        typer.Option(
+            "--target",
+            "-t",
+            metavar="MODEL",
+            rich_help_panel=MODELS,
+            help="Also probe the drafter with its target: draft in both slot layouts and see which one is right.",
+        ),
     ] = None,
     revision: Revision = None,
     subfolder: Subfolder = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens the probe continues each prompt by.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=2, metavar="N", rich_help_panel=ANSWERS, help="Tokens that the probe decodes per prompt.")
+    ] = 64,
     dtype: Dtype = "auto",
     device: Device = None,
     json: Json = False,
 ) -> None:
     """
-    Say what a drafter is: format, geometry, slot layout, taps, heads, oddities, and which engines can serve it.
+    Show what a drafter is: file format, layers, slots, heads, anything unusual, and which engines can serve it.
+
+    Weights are not read; of a repository on the Hub only the configuration and the headers of the files are downloaded.
     """
     from dspark_hf.checkpoints import inspect_checkpoint
 
@@ -70,10 +84,12 @@ def _probe(
     from dspark_hf.checkpoints import probe_layout
     from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
 
-    from .loading import load_target
+    from .loading import load_target, say
 
+    say(f"Loading the drafter {checkpoint} ...")
+    drafter = DSparkDrafter.from_pretrained(checkpoint, dtype="auto", **hub).eval()
     target, tokenizer = load_target(target_name, dtype, device)
-    drafter = DSparkDrafter.from_pretrained(checkpoint, dtype=target.dtype, **hub).to(target.device).eval()
+    drafter = drafter.to(device=target.device, dtype=target.dtype)
     prompts = []
     for text in PROMPTS:
         if tokenizer.chat_template:

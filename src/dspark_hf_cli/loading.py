@@ -1,7 +1,9 @@
-"""Models and tasks as the options name them."""
+"""Models and tasks as the options name them. What takes long says on standard error what it is doing."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +12,14 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from dspark_hf.drafter import Drafter
+    from dspark_hf import Drafter
     from dspark_hf.evaluation import Task
+
+
+def say(text: str) -> None:
+    """A line on standard error about what is going on; of several processes, only the first one says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 def load_target(
@@ -21,24 +29,65 @@ def load_target(
     The target and its tokenizer, ready to generate.
 
     Raises:
-        typer.BadParameter: for a number type that torch does not have.
+        typer.BadParameter: for a dtype or device that does not exist.
+        ValueError, OSError: as [`~dspark_hf.loading.load_target`] does.
     """
+    say(f"Loading the target {name} ...")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from dspark_hf.loading import default_device
+    from dspark_hf.loading import load_target as load
 
     if threads is not None:
         torch.set_num_threads(threads)
-    target = AutoModelForCausalLM.from_pretrained(name, dtype=checked_dtype(dtype))
-    return target.to(device or default_device()).eval(), AutoTokenizer.from_pretrained(name)
+    device = device or default_device()
+    check_dtype_and_device(dtype, device)
+    return load(name, dtype, device)
 
 
-def load_drafter(name: str, target: PreTrainedModel) -> Drafter:
-    """A drafter for `target`, in its number type and on its device."""
-    from dspark_hf.drafter import Drafter
+def load_language_model(name: str, like: PreTrainedModel, role: str) -> PreTrainedModel:
+    """A further language model, with the dtype and on the device of another model."""
+    say(f"Loading the {role} {name} ...")
+    from dspark_hf.loading import load_language_model as load
 
-    drafter = Drafter.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
+    return load(name, like.dtype, str(like.device))
+
+
+def load_drafter(name: str) -> Drafter:
+    """A drafter. Commands load it before its target, which is larger, so that what is wrong with it shows soon."""
+    say(f"Loading the drafter {name} ...")
+    from dspark_hf import Drafter
+
+    return Drafter.from_pretrained(name, dtype="auto").eval()
+
+
+def attach(drafter: Drafter, target: PreTrainedModel) -> Drafter:
+    """
+    The drafter with the dtype of its target, on its device, and with its embedding and LM head.
+
+    Raises:
+        ValueError: when the drafter does not fit the target.
+    """
+    drafter = drafter.to(device=target.device, dtype=target.dtype)
     drafter.bind(target)
     return drafter
+
+
+def check_dtype_and_device(dtype: str, device: str = "cpu") -> Any:
+    """
+    The dtype that is meant, `"auto"` for that of the files.
+
+    Raises:
+        typer.BadParameter: for a dtype or device that does not exist.
+    """
+    from dspark_hf.loading import check_device
+    from dspark_hf.number_types import floating_dtype
+
+    try:
+        check_device(device)
+        return dtype if dtype == "auto" else floating_dtype(dtype, "--dtype")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def load_tasks(names: str, max_prompts: int | None, seed: int) -> list[Task]:
@@ -46,8 +95,9 @@ def load_tasks(names: str, max_prompts: int | None, seed: int) -> list[Task]:
     The tasks of a comma-separated list.
 
     Raises:
-        typer.BadParameter: for an unknown task, or two of one name.
+        typer.BadParameter: for an unknown task, or two with the same name.
     """
+    say(f"Reading the prompts of {names} ...")
     from dspark_hf.evaluation import load_task
 
     try:
@@ -55,8 +105,10 @@ def load_tasks(names: str, max_prompts: int | None, seed: int) -> list[Task]:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     found = [task.name for task in tasks]
-    if not tasks or len(set(found)) < len(found):
-        raise typer.BadParameter(f"Tasks must be given and have different names, got {found}.")
+    if not tasks:
+        raise typer.BadParameter("--tasks names no task.")
+    if len(set(found)) < len(found):
+        raise typer.BadParameter(f"--tasks names two tasks alike: {', '.join(found)}.")
     return tasks
 
 
@@ -69,26 +121,9 @@ def labels_of(drafters: list[str]) -> list[str]:
 
 
 def compile_models(*models: PreTrainedModel) -> None:
-    """Compiles the forward passes; lengths that change do not compile anew."""
+    """Compiles the forward passes, once for all lengths."""
     import torch
 
     for model in models:
         forward: Any = torch.compile(model.forward, dynamic=True)
         model.forward = forward
-
-
-def checked_dtype(dtype: str) -> Any:
-    """`"auto"`, or a floating-point type of torch by name."""
-    from dspark_hf.number_types import floating_dtype
-
-    try:
-        return dtype if dtype == "auto" else floating_dtype(dtype, "--dtype")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def default_device() -> str:
-    """An accelerator, where there is one."""
-    import torch
-
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"

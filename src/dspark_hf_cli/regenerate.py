@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Device, Dtype, Seed, Target, Threads
+from .loading import say
+from .options import ANSWERS, DATA, MACHINE, OUTPUT, Device, Dtype, Seed, Split, Target, Thinking, Threads
 
 if TYPE_CHECKING:
     from dspark_hf.responses.settings import RegenerationSettings
@@ -18,77 +19,139 @@ if TYPE_CHECKING:
 def regenerate(
     target: Target,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="JSONL file of responses. A run that was stopped continues from it.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            help="JSONL file for the responses. An interrupted run resumes from it.",
+        ),
     ],
     prompts: Annotated[
         str | None,
         typer.Option(
             "--prompts",
             "-p",
-            help="A JSONL file with `prompt`, `messages` or `turns` in each line, or a name for `datasets`.",
+            metavar="NAME",
+            rich_help_panel=DATA,
+            help="A JSONL file whose lines hold `prompt`, `messages` or `turns`, or a data set on the Hub.",
         ),
     ] = None,
     self_prompt: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Let the target write so many prompts itself, into OUTPUT with `.prompts` before its suffix."
+            min=1,
+            metavar="N",
+            rich_help_panel=DATA,
+            help="Instead of --prompts: let the target write N prompts itself, into a file beside --output whose name has "
+            "`.prompts` before its suffix.",
         ),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
-    subset: Annotated[str | None, typer.Option(help="Configuration of a data set, where it has several.")] = None,
-    column: Annotated[
-        str | None, typer.Option(help="Column with the prompt: a text, a list of messages or a list of user turns.")
+    split: Split = "train",
+    subset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=DATA, help="Subset (configuration) of a data set on the Hub."),
     ] = None,
-    start: Annotated[int, typer.Option(min=0, help="Index of the first prompt to answer.")] = 0,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Answer at most so many prompts.")] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=DATA,
+            help="Column with the prompt: a text, a list of messages or a list of user turns.",
+        ),
+    ] = None,
+    start: Annotated[int, typer.Option(min=0, metavar="N", rich_help_panel=DATA, help="Skip the first N prompts.")] = 0,
+    max_prompts: Annotated[
+        int | None, typer.Option(min=1, metavar="N", rich_help_panel=DATA, help="Answer at most N prompts.")
+    ] = None,
+    thinking: Thinking = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a response at most; the target's own limit or 512 by default.")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=ANSWERS,
+            help="Longest response, in tokens. By default what the target's generation config says, or 512.",
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 decodes greedily; the target's generation config by default.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="T",
+            rich_help_panel=ANSWERS,
+            help="Sampling temperature; 0 decodes greedily. By default what the target's generation config says.",
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=0, help="0 keeps all tokens; the target's generation config by default.")
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            rich_help_panel=ANSWERS,
+            help="Sample among the N likeliest tokens; 0 for all. By default what the target's generation config says.",
+        ),
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="The target's generation config by default.")
-    ] = None,
-    thinking: Annotated[
-        bool | None,
-        typer.Option("--thinking/--no-thinking", help="The chat template's thinking switch, where it has one."),
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            rich_help_panel=ANSWERS,
+            help="Sample among the likeliest tokens that together have the probability P. By default what the target's "
+            "generation config says.",
+        ),
     ] = None,
     seed: Seed = 0,
-    slots: Annotated[int, typer.Option(min=1, help="Rows of a decoding pass, or requests to a server at once.")] = 128,
     save_token_ids: Annotated[
         bool,
         typer.Option(
             "--save-token-ids/--no-save-token-ids",
-            help="Write the tokens as they were drawn beside the text; training then uses them. Servers return no tokens.",
+            rich_help_panel=OUTPUT,
+            help="Write the generated token ids with the text; training then uses exactly these. Servers return text only.",
         ),
     ] = True,
+    slots: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=MACHINE,
+            help="Responses that are decoded together, or requests that a server gets at once.",
+        ),
+    ] = 128,
     server: Annotated[
         str | None,
         typer.Option(
-            help="Address of an OpenAI-compatible server that serves --target, such as http://localhost:8000."
+            metavar="URL",
+            rich_help_panel=MACHINE,
+            help="Let an OpenAI-compatible server that serves --target answer, such as http://localhost:8000, instead of "
+            "loading the target here.",
         ),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the server.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OPENAI_API_KEY", metavar="KEY", rich_help_panel=MACHINE, help="Key for the server."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
 ) -> None:
     """
-    Let the target answer prompts: the text a drafter learns from.
+    Let the target answer prompts, so that a drafter can learn from its responses.
 
-    Stopped at any point, the same command goes on; nothing is lost and nothing is there twice.
+    An interrupted run resumes with the same command: no response is lost, and none is written twice.
     """
-    from dspark_hf.conversations import read_prompts
-    from dspark_hf.responses import RegenerationSettings
-
     if (prompts is None) == (self_prompt is None):
         raise typer.BadParameter("Give either --prompts or --self-prompt.")
     if self_prompt is not None and server is not None:
-        raise typer.BadParameter("--self-prompt needs the target here: a server does not continue half a template.")
+        raise typer.BadParameter("--self-prompt does not work with --server: a server cannot continue a chat template.")
+    say("Starting ...")
+    from dspark_hf.conversations import read_prompts
+    from dspark_hf.responses import RegenerationSettings
+
     given: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,

@@ -23,6 +23,7 @@ def run(
     settings: BenchSettings,
     output: Path,
     others: dict[str, Any],
+    num_checks: int = 0,
     profile: bool = False,
 ) -> dict[str, Any]:
     """
@@ -32,7 +33,8 @@ def run(
         target, tokenizer, methods, tasks, settings: As for [`~dspark_hf.evaluation.run_bench`].
         output: Folder of the run.
         others: What else the measurements depend on.
-        profile: Also profile our methods.
+        num_checks: Prompts whose greedy answers are compared with those of plain `generate` where sampling is measured.
+        profile: Also measure where the time of a round goes.
 
     Returns:
         The document of the run.
@@ -40,8 +42,7 @@ def run(
     from dspark_hf.evaluation.document import build_document
     from dspark_hf.evaluation.profiling import profile_methods
 
-    others = others | {"device": str(target.device)}
-    with measured_run(target, tokenizer, methods, tasks, settings, output, others) as (described, file):
+    with measured_run(target, tokenizer, methods, tasks, settings, output, others, num_checks) as (described, file):
         profiles = profile_methods(target, tokenizer, methods, tasks, settings) if profile else None
         return build_document(methods, tasks, described, file, profiles)
 
@@ -55,6 +56,7 @@ def measured_run(
     settings: BenchSettings,
     output: Path,
     others: dict[str, Any],
+    num_checks: int = 0,
 ) -> Iterator[tuple[dict[str, Any], RecordFile]]:
     """
     Measures what is not measured yet, with progress on standard error; arguments as in `run`.
@@ -63,18 +65,53 @@ def measured_run(
         The settings, and the file of the run with all measurements, open.
     """
     from dspark_hf.evaluation.records import RecordFile
-    from dspark_hf.evaluation.runner import default_file, run_bench, run_settings
+    from dspark_hf.evaluation.runner import check_greedily, default_file, run_bench
 
-    dtype = str(target.dtype).removeprefix("torch.")
-    names = {"target_name" if name == "target" else name: value for name, value in others.items()}
-    described = run_settings(methods=methods, tasks=tasks, settings=settings, dtype=dtype, **names)
+    names = {"methods": [method.name for method in methods], "dtype": str(target.dtype).removeprefix("torch.")}
+    described = describe(tasks, settings, others) | names | {"device": target.device.type}
     file = RecordFile(default_file(output), described)
     try:
+        if num_checks and not settings.is_greedy:
+            with counting("checking greedy answers") as on_progress:
+                check_greedily(target, tokenizer, methods, tasks, settings, file, num_checks, on_progress)
         with ShownProgress() as shown:
             run_bench(target, tokenizer, methods, tasks, settings, file, shown.update)
         yield described, file
     finally:
         file.close()
+
+
+def describe(tasks: list[Task], settings: BenchSettings, others: dict[str, Any]) -> dict[str, Any]:
+    """What is known before models are loaded of what the measurements of a run depend on."""
+    from dspark_hf.evaluation.runner import run_settings
+
+    names = {"target_name" if name == "target" else name: value for name, value in others.items()}
+    return run_settings(tasks=tasks, settings=settings, **names)
+
+
+def check_resumable(
+    output: Path, tasks: list[Task], settings: BenchSettings, dtype: str, device: str | None, others: dict[str, Any]
+) -> None:
+    """
+    Before models are loaded: whether a run in the same folder had the same settings.
+
+    Raises:
+        ValueError: naming the settings that differ.
+    """
+    import torch
+
+    from dspark_hf.evaluation.runner import default_file
+    from dspark_hf.storage.json_lines import check_origin
+
+    from .loading import check_dtype_and_device
+
+    check_dtype_and_device(dtype, device or "cpu")
+    known = describe(tasks, settings, others)
+    if dtype != "auto":
+        known["dtype"] = dtype
+    if device is not None:
+        known["device"] = torch.device(device).type
+    check_origin(default_file(output), known)
 
 
 def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: dict[str, Any] | None = None) -> None:

@@ -8,37 +8,74 @@ from typing import Annotated
 
 import typer
 
-from .options import Device, Dtype, Json, Output, Target, Threads, whole_numbers
+from .options import (
+    ANSWERS,
+    DATA,
+    MEASUREMENT,
+    Device,
+    Drafter,
+    Dtype,
+    Json,
+    Output,
+    Target,
+    Temperature,
+    Threads,
+    whole_numbers,
+)
 
 
 def serve_bench(
     target: Target,
-    drafter: Annotated[str, typer.Option("--drafter", "-d", help="The drafter: a folder or a model of the Hub.")],
+    drafter: Drafter,
     prompts: Annotated[
         str,
         typer.Option(
             "--prompts",
             "-p",
-            help="A task that `dspark-hf bench` knows, or a JSONL file of prompts; batches take them in turn.",
+            metavar="NAME",
+            rich_help_panel=DATA,
+            help="A task that `dspark-hf bench` knows, or a JSONL file of prompts. Rows take the prompts in turn.",
         ),
     ],
     output: Output = Path("serving"),
-    batches: Annotated[str, typer.Option(help="Numbers of rows decoded together, comma-separated.")] = "1,2,4,8,16,32",
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that every row decodes.")] = 128,
+    batches: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBERS",
+            rich_help_panel=MEASUREMENT,
+            help="Numbers of rows decoded together, comma-separated.",
+        ),
+    ] = "1,2,4,8,16,32",
+    max_new_tokens: Annotated[
+        int, typer.Option(min=2, metavar="N", rich_help_panel=ANSWERS, help="Number of tokens that every row decodes.")
+    ] = 128,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Measurements of each batch and method; their median counts.")
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=MEASUREMENT,
+            help="Measure each batch and method N times and take the median.",
+        ),
     ] = 3,
     threshold: Annotated[
-        float, typer.Option(min=0.0, help="Confidence below which the static threshold schedule stops.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="P",
+            rich_help_panel=ANSWERS,
+            help="Confidence below which the schedule with a fixed threshold stops verifying.",
+        ),
     ] = 0.5,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    temperature: Temperature = 0.0,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """
-    Measure speed under load: batches of rising size, plainly and with each schedule.
+    Measure speed under load: batches of growing size, by plain `generate` and with each schedule.
 
     Every row decodes the same number of tokens. Written to the output folder: `serving.json`, `serving.md`, with matplotlib
     `throughput.png` and `budget.png`, and `loads.jsonl`, from which an interrupted run resumes.
@@ -54,13 +91,14 @@ def serve_bench(
     )
     from dspark_hf.storage.atomic import write_text
 
-    from .loading import load_drafter, load_target, load_tasks
+    from .loading import attach, load_drafter, load_target, load_tasks
     from .running import counting, save_figure
 
     row_counts = whole_numbers(batches, "--batches")
     (task,) = load_tasks(prompts, max(row_counts), seed=0)
+    loaded = load_drafter(drafter)
     model, tokenizer = load_target(target, dtype, device, threads)
-    loaded = load_drafter(drafter, model)
+    attach(loaded, model)
     prompt_ids = [Chat(tokenizer, prompt.system).ask(prompt.turns[0]) for prompt in task.prompts]
     output.mkdir(parents=True, exist_ok=True)
     context_length = sum(ids.shape[1] for ids in prompt_ids) // len(prompt_ids) + max_new_tokens // 2

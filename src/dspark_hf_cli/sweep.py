@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .options import (
+    MEASUREMENT,
+    Check,
     Device,
     Drafters,
     Dtype,
@@ -25,7 +27,7 @@ from .options import (
 if TYPE_CHECKING:
     from dspark_hf.evaluation import Method
 
-# What drafters may differ in, by the name of the option and of the configuration.
+# What drafters may differ in: the value of --over, and the field of the configuration.
 FIELDS = {"block-size": "num_draft_tokens", "rank": "markov_rank", "depth": "num_hidden_layers"}
 
 
@@ -35,13 +37,18 @@ def sweep(
     over: Annotated[
         Literal["tokens", "threshold", "block-size", "rank", "depth"],
         typer.Option(
-            help="What to vary: drafts a round or the confidence threshold (of each drafter, see --values), or what the "
-            "drafters differ in: block size, rank of the sequential head, layers."
+            rich_help_panel=MEASUREMENT,
+            help="What to vary: drafts per round or the confidence threshold, each with several values for every drafter; or "
+            "the block size, the rank of the sequential head or the number of layers, in which the drafters differ.",
         ),
     ],
     values: Annotated[
         str | None,
-        typer.Option(help="Comma-separated values for --over tokens or threshold; a choice of them by default."),
+        typer.Option(
+            metavar="NUMBERS",
+            rich_help_panel=MEASUREMENT,
+            help="Values for --over tokens or threshold, comma-separated. By default several that cover the range.",
+        ),
     ] = None,
     tasks: Tasks = "gsm8k,humaneval,mt-bench",
     output: Output = Path("sweep"),
@@ -49,32 +56,36 @@ def sweep(
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
+    check: Check = 4,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """
-    Vary one thing and see what it does to acceptance and speed.
+    Vary one setting, or compare drafters, and show the effect on acceptance and speed.
 
     `--over tokens` and `--over threshold` try several settings of each drafter; `--over block-size`, `rank` and `depth`
-    compare drafters that were trained with different ones. Everything is measured as `bench` does it.
+    compare drafters that were trained with different ones. Everything is measured as in `bench`.
     """
     from dspark_hf.evaluation import BenchSettings, plain_method
     from dspark_hf.evaluation.figures import sweep_figure
 
-    from .loading import labels_of, load_drafter, load_target, load_tasks
-    from .running import finish, run
+    from .loading import attach, labels_of, load_drafter, load_target, load_tasks
+    from .running import check_resumable, finish, run
 
-    loaded_tasks = load_tasks(tasks, max_prompts, seed)
-    model, tokenizer = load_target(target, dtype, device, threads)
-    loaded = [load_drafter(name, model) for name in drafter]
-    methods = [plain_method()]
-    for label, one in zip(labels_of(drafter), loaded, strict=True):
-        methods += methods_over(one, label, over, values)
     settings = BenchSettings(max_new_tokens, temperature, seed)
-    others = {"target": target, "drafters": drafter, "over": over}
-    document = run(model, tokenizer, methods, loaded_tasks, settings, output, others)
+    loaded_tasks = load_tasks(tasks, max_prompts, seed)
+    others = {"target": target, "drafters": drafter, "over": over, "values": values}
+    check_resumable(output, loaded_tasks, settings, dtype, device, others)
+    drafters = [load_drafter(name) for name in drafter]
+    methods = [plain_method()]
+    for label, one in zip(labels_of(drafter), drafters, strict=True):
+        methods += methods_over(one, label, over, values)
+    model, tokenizer = load_target(target, dtype, device, threads)
+    for one in drafters:
+        attach(one, model)
+    document = run(model, tokenizer, methods, loaded_tasks, settings, output, others, check)
     document["sweep"] = {"over": over, "points": points_of(document)}
     try:
         figures = {"sweep": sweep_figure(document["sweep"]["points"], over)}
@@ -88,7 +99,7 @@ def methods_over(drafter: Any, label: str, over: str, values: str | None) -> lis
     The methods that one drafter adds to a sweep.
 
     Raises:
-        typer.BadParameter: for values that are no numbers, or given where the drafters are what varies.
+        typer.BadParameter: for values that are not numbers, or given although the drafters are what varies.
     """
     from dspark_hf.evaluation.methods import dspark_method
 
@@ -107,9 +118,9 @@ def methods_over(drafter: Any, label: str, over: str, values: str | None) -> lis
             ]
         thresholds = [float(v) for v in values.split(",")] if values else [0.0, 0.2, 0.4, 0.6, 0.8]
     except ValueError as error:
-        raise typer.BadParameter(f"--values {values} are not numbers.") from error
+        raise typer.BadParameter(f"--values must be numbers separated by commas, got {values!r}.") from error
     if not drafter.config.gives_confidence:
-        raise typer.BadParameter(f"--over threshold needs a drafter with a confidence head, and {label} has none.")
+        raise typer.BadParameter(f"--over threshold needs drafters with a confidence head, and {label} has none.")
     return [dspark_method(drafter, f"{label} {t:g}", threshold=t, fields={"x": t, "label": label}) for t in thresholds]
 
 

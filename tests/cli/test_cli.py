@@ -1,8 +1,6 @@
 """The commands do what their help says, tell programs apart from people, and end with the right code."""
 
-import builtins
 import json
-import sys
 
 import pytest
 import tiny_folders
@@ -10,12 +8,11 @@ import tiny_folders
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-import typer
 from typer.testing import CliRunner
 
-import dspark_hf_cli as cli
+from dspark_hf_cli import exit_codes
 from dspark_hf_cli.app import app
-from dspark_hf_cli.bench import EXIT_DIFFERENT, wrong_answers
+from dspark_hf_cli.bench import wrong_answers
 from dspark_hf_cli.loading import labels_of
 from dspark_hf_cli.running import duration
 
@@ -100,6 +97,36 @@ def test_other_settings_are_an_error_that_names_them(folders, prompts, tmp_path)
     assert isinstance(result.exception, ValueError) and "seed was 0, now 1" in str(result.exception)
 
 
+def test_a_greedy_check_is_made_where_sampling_is_measured(folders, prompts, tmp_path):
+    result = bench(folders, prompts, tmp_path / "out", "--no-prompt-lookup", "--temperature", 1, "--check", 1)
+    assert result.exit_code == 0, result.output
+    assert "1 prompts were also answered greedily" in result.stdout
+    assert "dspark fixed: 1 of 1 greedy answers equal" in result.stdout
+    identity = json.loads((tmp_path / "out" / "results.json").read_text())["identity"]
+    assert identity["dspark fixed"] == {"checked": 1, "different": 0, "differences": []}
+
+
+def test_without_a_check_the_report_says_so(folders, prompts, tmp_path):
+    result = bench(folders, prompts, tmp_path / "out", "--no-prompt-lookup", "--temperature", 1, "--check", 0)
+    assert result.exit_code == 0, result.output
+    said = "Not checked: no greedy answers were compared with those of plain generate."
+    assert said in result.stdout and said in (tmp_path / "out" / "report.html").read_text()
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["identity_note"] == said
+
+
+@pytest.mark.parametrize(
+    ("command", "changed"),
+    [("bench", ("--seed", 1)), ("bench", ("--schedule", "threshold:0.5")), ("bench", ("--no-dflash",)),
+     ("bench", ("--dtype", "bfloat16"))],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
+)  # fmt: skip
+def test_other_settings_are_found_before_a_model_is_loaded(command, changed, folders, prompts, tmp_path, monkeypatch):
+    bench(folders, prompts, tmp_path / "out", "--no-prompt-lookup")
+    monkeypatch.setattr("dspark_hf_cli.loading.load_drafter", lambda name: pytest.fail("a model was loaded"))
+    result = bench(folders, prompts, tmp_path / "out", "--no-prompt-lookup", *changed)
+    assert isinstance(result.exception, ValueError) and "was written with other settings" in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("gap", "wrong"), [(None, 1), (0.1, 1), (-0.1, 1), (1e-5, 0)], ids=["ends early", "large", "negative", "tie"]
 )
@@ -120,7 +147,7 @@ def test_a_wrong_greedy_answer_is_exit_code_3(folders, prompts, tmp_path, monkey
 
     monkeypatch.setattr(runner, "answer", sabotaged)
     result = bench(folders, prompts, tmp_path / "out", "--no-prompt-lookup")
-    assert result.exit_code == EXIT_DIFFERENT
+    assert result.exit_code == exit_codes.DIFFERENT_ANSWERS
     assert "0 of 2 greedy answers" in result.stdout and "logit gap" in result.stdout
 
 
@@ -169,10 +196,18 @@ def test_chat_answers_turn_by_turn_in_plain_text(folders):
     assert "\x1b" not in result.output
     assert result.stderr.count("tokens/s") == 4
     assert result.stderr.count("% of drafts accepted") == 2  # The drafter stays off after /plain.
-    assert "drafter off" in result.stderr and "/quit or Ctrl-D ends" in result.stderr
+    assert "drafter off" in result.stderr and "/quit or Ctrl-D ends the program" in result.stderr
     # The same question after /clear: greedy, so the same answer.
     alone = chat(folders, "Hi\n").stdout
     assert alone and result.stdout.startswith(alone) and result.stdout.endswith(alone)
+
+
+def test_an_unknown_command_of_the_chat_is_said(folders):
+    result = chat(folders, "/plian\n/what is this\n")
+    assert result.exit_code == 0, result.output
+    assert "Unknown command /plian. Did you mean /plain?" in result.stderr
+    assert "Unknown command /what. Commands are /plain, /clear, /help, /quit." in result.stderr
+    assert "tokens/s" not in result.stderr  # Neither was a turn of the conversation.
 
 
 def test_chat_ends_with_its_input(folders):
@@ -180,83 +215,13 @@ def test_chat_ends_with_its_input(folders):
     assert result.exit_code == 0
 
 
-# ---------------------------------------------------------------------- env, help, errors
+# ---------------------------------------------------------------------- env, names, durations
 
 
 def test_env_for_people_and_programs():
     assert "- torch: " in invoke("env").stdout
     found = json.loads(invoke("env", "--json").stdout)
     assert found["packages"]["transformers"] and found["python"]
-
-
-COMMANDS = typer.main.get_command(app).commands
-
-
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
-def test_every_option_has_its_help(command):
-    parameters = COMMANDS[command].params
-    assert parameters and all(parameter.help for parameter in parameters if parameter.name != "help")
-    result = invoke(command, "--help")
-    assert result.exit_code == 0 and COMMANDS[command].help.splitlines()[0][:40] in result.output
-
-
-def test_an_option_has_one_spelling_in_every_command():
-    spellings = {}
-    for command in COMMANDS.values():
-        for parameter in command.params:
-            long = [option for option in parameter.opts if option.startswith("--")]
-            if long:
-                spellings.setdefault(long[0], set()).add(tuple(parameter.opts))
-    assert {name: found for name, found in spellings.items() if len(found) > 1} == {}
-    assert ("--target", "-t") in spellings["--target"]
-
-
-def test_the_commands_and_what_they_are_for():
-    result = invoke("--help")
-    assert result.exit_code == 0
-    for name, command in COMMANDS.items():
-        assert name in result.output and command.help
-
-
-def test_no_command_shows_the_help_and_is_wrong_usage():
-    result = invoke()
-    assert result.exit_code == 2 and "Usage" in result.output
-
-
-def test_version():
-    import dspark_hf
-
-    assert invoke("--version").stdout.strip() == dspark_hf.__version__
-
-
-def run_main(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["dspark-hf", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    return exit_.value.code
-
-
-def test_errors_are_one_line(monkeypatch, capsys, tmp_path):
-    code = run_main(monkeypatch, "chat", "--target", tmp_path / "nowhere", "--drafter", "x", "--device", "cpu")
-    assert code == 1
-    assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_success_is_exit_code_0(monkeypatch, capsys):
-    assert run_main(monkeypatch, "env", "--json") == 0
-
-
-def test_missing_packages_are_named_with_their_extra(monkeypatch, capsys):
-    genuine = builtins.__import__
-
-    def without_rich(name, *args, **kwargs):
-        if name.partition(".")[0] == "rich":
-            raise ImportError("No module named 'rich'", name="rich")
-        return genuine(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_rich)
-    assert run_main(monkeypatch, "env") == 1
-    assert "pip install 'dspark-hf[cli]'" in capsys.readouterr().err
 
 
 def test_labels():

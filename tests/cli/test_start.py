@@ -13,7 +13,7 @@ import typer
 
 from dspark_hf_cli.app import app
 
-COMMANDS = [name for name in typer.main.get_command(app).commands if name != "train"]
+COMMANDS = list(typer.main.get_command(app).commands)
 HEAVY = {"torch", "transformers", "dspark_hf", "datasets", "matplotlib", "scipy", "huggingface_hub"}
 # Runs the command line, then prints which of the heavy packages that imported.
 CODE = f"""if True:

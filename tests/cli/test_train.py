@@ -13,28 +13,29 @@ import tiny_folders
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import typer
 from typer.testing import CliRunner
 
 from dspark_hf import Drafter, DSparkDrafter
+from dspark_hf.registry import presets
 from dspark_hf.training.features import amount
-from dspark_hf.training.options import parse_train_options, train_parser
 from dspark_hf_cli.app import app
+from dspark_hf_cli.train import command_of
 
 NEW = [
-    "--num_hidden_layers",
+    "--num-hidden-layers",
     1,
-    "--target_layer_ids",
-    0,
-    2,
-    "--block_size",
+    "--target-layer-ids",
+    "0,2",
+    "--block-size",
     4,
-    "--markov_rank",
+    "--markov-rank",
     8,
-    "--mask_token_id",
+    "--mask-token-id",
     127,
 ]
-RUN = ["--use_cpu", "--report_to", "none", "--disable_tqdm", "true", "--num_anchors", 4, "--logging_steps", 1]
-RUN += ["--per_device_train_batch_size", 2, "--held_out", 0.3]
+RUN = ["--use-cpu", "--no-progress", "--num-anchors", 4, "--logging-steps", 1]
+RUN += ["--per-device-train-batch-size", 2, "--held-out", 0.3]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def invoke(*arguments):
 
 
 def train(folders, data, output, *more):
-    return invoke("train", "--target", folders.target, "--data", data, "--output_dir", output, *NEW, *RUN, *more)
+    return invoke("train", "--target", folders.target, "--data", data, "--output", output, *NEW, *RUN, *more)
 
 
 def log(folder: Path) -> list[dict]:
@@ -104,10 +105,10 @@ def test_a_cache_says_its_size_first_and_refuses_a_full_disk(folders, responses,
     arguments = ("cache-features", "-t", folders.target, "--data", responses, "-o", tmp_path / "c", "--device", "cpu")
     result = invoke(*arguments, "--dry-run")
     assert result.exit_code == 0, result.output
-    assert "12 rows" in result.output and "38 TB" in result.output and not (tmp_path / "c").exists()
+    assert "12 conversations" in result.output and "38 TB" in result.output and not (tmp_path / "c").exists()
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     result = invoke(*arguments)
-    assert "12 rows" in result.output and "Train without a cache" in str(result.exception)
+    assert "12 conversations" in result.output and "Train without a cache" in str(result.exception)
 
 
 @pytest.mark.parametrize(("number", "text"), [(12, "12 bytes"), (1.5e6, "1.5 MB"), (3.8e13, "38 TB")])
@@ -120,10 +121,10 @@ def test_amounts(number, text):
 
 def test_training_writes_all_files_and_resumes(folders, responses, tmp_path):
     output = tmp_path / "run"
-    options = ("--max_steps", 4, "--save_steps", 2, "--draft_vocab_size", 60)
+    options = ("--max-steps", 4, "--save-steps", 2, "--draft-vocab-size", 60)
     result = train(folders, responses, output, *options)
     assert result.exit_code == 0, repr(result.exception)
-    assert "tokens a target pass" in result.output
+    assert "tokens per target pass" in result.output
     assert {"log.csv", "training.json", "training_curve.png", "README.md", "model.safetensors"} <= set(
         os.listdir(output)
     )
@@ -139,10 +140,10 @@ def test_training_writes_all_files_and_resumes(folders, responses, tmp_path):
     assert [row["step"] for row in rows if row["loss"]] == ["1", "2", "3", "4"]
     assert sum(bool(row["eval_acceptance_length"]) for row in rows) >= 2
 
-    result = train(folders, responses, output, "--max_steps", 6, "--save_steps", 2, "--draft_vocab_size", 60)
+    result = train(folders, responses, output, "--max-steps", 6, "--save-steps", 2, "--draft-vocab-size", 60)
     assert result.exit_code == 0, repr(result.exception)
     assert (
-        train(folders, responses, output, "--max_steps", 6, "--save_steps", 2, "--draft_vocab_size", 60).exit_code == 0
+        train(folders, responses, output, "--max-steps", 6, "--save-steps", 2, "--draft-vocab-size", 60).exit_code == 0
     )
     rows = log(output)
     assert [row["step"] for row in rows if row["loss"]] == ["1", "2", "3", "4", "5", "6"]  # Finished stays finished.
@@ -160,7 +161,7 @@ def test_cached_features_train_as_the_responses_do(folders, responses, tmp_path)
     losses = []
     for data in (responses, cache):
         output = tmp_path / f"run-{data.name}"
-        result = train(folders, data, output, "--max_steps", 2, "--save_strategy", "no", "--held_out", 0)
+        result = train(folders, data, output, "--max-steps", 2, "--save-strategy", "no", "--held-out", 0)
         assert result.exit_code == 0, repr(result.exception)
         losses.append([float(row["loss"]) for row in log(output) if row["loss"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -168,24 +169,24 @@ def test_cached_features_train_as_the_responses_do(folders, responses, tmp_path)
 
 def further(folders, responses, output, *more):
     result = invoke(
-        "train", "--target", folders.target, "--data", responses, "--output_dir", output, *RUN, "--max_steps", 1,
-        "--save_strategy", "no", *more,
+        "train", "--target", folders.target, "--data", responses, "--output", output, *RUN, "--max-steps", 1,
+        "--save-strategy", "no", *more,
     )  # fmt: skip
     assert result.exit_code == 0, repr(result.exception)
     return DSparkDrafter.from_pretrained(output)
 
 
 def test_a_drafter_is_trained_further_and_gets_heads(folders, responses, tmp_path):
-    drafter = further(folders, responses, tmp_path / "run", "--drafter", folders.dflash, "--markov_rank", 8)
+    drafter = further(folders, responses, tmp_path / "run", "--drafter", folders.dflash, "--markov-rank", 8)
     assert drafter.config.markov_rank == 8 and drafter.config.num_hidden_layers == 2
     assert drafter.config.sample_from_anchor is False
 
 
 def test_a_drafter_gets_a_smaller_vocabulary_of_the_most_frequent_tokens_and_keeps_it(folders, responses, tmp_path):
-    smaller = further(folders, responses, tmp_path / "one", "--drafter", folders.random, "--draft_vocab_size", 24)
+    smaller = further(folders, responses, tmp_path / "one", "--drafter", folders.random, "--draft-vocab-size", 24)
     chosen = smaller.draft_token_ids.tolist()
     assert len(chosen) == 24 and chosen != list(range(24))
-    again = further(folders, responses, tmp_path / "two", "--drafter", tmp_path / "one", "--held_out", 0.6)
+    again = further(folders, responses, tmp_path / "two", "--drafter", tmp_path / "one", "--held-out", 0.6)
     assert again.draft_token_ids.tolist() == chosen
 
 
@@ -194,8 +195,8 @@ def test_repeating_a_finished_run_leaves_the_same_drafter(folders, responses, tm
     output, found = tmp_path / "run", []
     for _ in range(2):
         result = train(
-            folders, responses, output, "--max_steps", 4, "--save_steps", 1, "--eval_strategy", "steps", "--eval_steps", 1,
-            "--greater_is_better", "false", "--learning_rate", 0.01, "--save_total_limit", 4,
+            folders, responses, output, "--max-steps", 4, "--save-steps", 1, "--eval-strategy", "steps", "--eval-steps", 1,
+            "--smaller-is-better", "--learning-rate", 0.01, "--save-total-limit", 4,
         )  # fmt: skip
         assert result.exit_code == 0, repr(result.exception)
         found.append((output / "model.safetensors").read_bytes())
@@ -205,21 +206,21 @@ def test_repeating_a_finished_run_leaves_the_same_drafter(folders, responses, tm
 
 
 def test_a_checkpoint_that_was_being_written_is_passed_over(folders, responses, tmp_path):
-    output, options = tmp_path / "run", ("--save_steps", 1)
-    assert train(folders, responses, output, *options, "--max_steps", 2).exit_code == 0
+    output, options = tmp_path / "run", ("--save-steps", 1)
+    assert train(folders, responses, output, *options, "--max-steps", 2).exit_code == 0
     torn = output / "checkpoint-3"
     torn.mkdir()
     (torn / "config.json").write_text("{")
-    assert train(folders, responses, output, *options, "--max_steps", 4).exit_code == 0
+    assert train(folders, responses, output, *options, "--max-steps", 4).exit_code == 0
     assert [row["step"] for row in log(output) if row["loss"]] == ["1", "2", "3", "4"]
 
 
 def test_a_run_is_not_continued_with_another_drafter(folders, responses, tmp_path):
-    options = ("--save_steps", 1, "--max_steps", 1)
+    options = ("--save-steps", 1, "--max-steps", 1)
     assert train(folders, responses, tmp_path / "run", *options).exit_code == 0
-    result = train(folders, responses, tmp_path / "run", *options, "--markov_rank", 4)
-    assert "of another drafter: markov_rank (8 there, 4 here)" in str(result.exception)
-    assert train(folders, responses, tmp_path / "run", *options, "--markov_rank", 4, "--resume", "false").exit_code == 0
+    result = train(folders, responses, tmp_path / "run", *options, "--markov-rank", 4)
+    assert "holds another drafter: markov_rank (8 there, 4 here)" in str(result.exception)
+    assert train(folders, responses, tmp_path / "run", *options, "--markov-rank", 4, "--no-resume").exit_code == 0
 
 
 @pytest.mark.parametrize("harm", ["changed", "cut", "gone"])
@@ -232,12 +233,12 @@ def test_a_damaged_cache_is_not_trained_on(harm, folders, responses, tmp_path):
     shard.unlink()
     if harm != "gone":
         shard.write_bytes(content if harm == "changed" else content[:200])
-    result = train(folders, tmp_path / "cache", tmp_path / "run", "--max_steps", 1)
+    result = train(folders, tmp_path / "cache", tmp_path / "run", "--max-steps", 1)
     assert "is damaged: shard-00000.safetensors" in str(result.exception)
 
 
 def test_holding_nothing_out_is_reported(folders, responses, tmp_path, caplog):
-    options = ("--max_steps", 1, "--held_out", 1e-9, "--save_strategy", "no")
+    options = ("--max-steps", 1, "--held-out", 1e-9, "--save-strategy", "no")
     with caplog.at_level("WARNING", logger="dspark_hf"):
         assert train(folders, responses, tmp_path / "run", *options).exit_code == 0
     assert "None of 12 conversations is held out" in caplog.text
@@ -248,8 +249,8 @@ def test_holding_nothing_out_is_reported(folders, responses, tmp_path, caplog):
 def test_lora_leaves_an_adapter(folders, responses, tmp_path):
     pytest.importorskip("peft")
     result = invoke(
-        "train", "--target", folders.target, "--data", responses, "--output_dir", tmp_path / "run", "--drafter", folders.random,
-        "--max_steps", 2, "--save_steps", 1, "--lora_rank", 4, *RUN,
+        "train", "--target", folders.target, "--data", responses, "--output", tmp_path / "run", "--drafter", folders.random,
+        "--max-steps", 2, "--save-steps", 1, "--lora-rank", 4, *RUN,
     )  # fmt: skip
     assert result.exit_code == 0, repr(result.exception)
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
@@ -265,7 +266,7 @@ def test_tensorboard_gets_what_is_logged(folders, responses, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(tmp_path / "board")
     try:
-        more = ("--report_to", "tensorboard", "--max_steps", 2, "--save_strategy", "no", "--held_out", 0)
+        more = ("--report-to", "tensorboard", "--max-steps", 2, "--save-strategy", "no", "--held-out", 0)
         assert train(folders, responses, tmp_path / "run", *more).exit_code == 0
     finally:
         del os.environ["TENSORBOARD_LOGGING_DIR"]
@@ -277,88 +278,190 @@ def test_tensorboard_gets_what_is_logged(folders, responses, tmp_path):
 # ---------------------------------------------------------------------- options
 
 
-def test_help_names_every_option_with_a_text():
-    text = " ".join(invoke("train", "--help").output.split())
-    for action in train_parser()._actions:
-        assert action.option_strings[0] in text
-        assert action.help, action.dest
-    for name in ("--markov_head_type", "--position_decay", "--lora_rank", "--lr_scheduler_type", "--target_layer_ids"):
-        assert name in text
+def parsed(*arguments):
+    """What the options mean, without a run."""
+    command = typer.main.get_command(app).commands["train"]
+    with command.make_context("train", [str(argument) for argument in arguments]) as context:
+        return command_of(context)
+
+
+def needed(tmp_path):
+    return ["--target", "T", "--data", "a", "--output", tmp_path, "--use-cpu"]
+
+
+def test_defaults_are_those_of_the_trainer(tmp_path):
+    """The help shows defaults; those that are used are the trainer's."""
+    with_defaults = vars(parsed(*needed(tmp_path)).arguments) | vars(parsed(*needed(tmp_path)).options)
+    with_defaults["lora_target_modules"] = ",".join(with_defaults["lora_target_modules"])
+    shown = {option.name: option.default for option in typer.main.get_command(app).commands["train"].params}
+    compared = {name for name, value in shown.items() if value is not None} & with_defaults.keys()
+    assert len(compared) > 35
+    different = {name: (shown[name], with_defaults[name]) for name in compared if shown[name] != with_defaults[name]}
+    # The first was given above, the others mean the same.
+    assert different == {"use_cpu": (False, True), "report_to": ("none", []), "fsdp": (False, None)}
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
 def test_a_file_sets_options_and_the_command_line_overrides_them(suffix, tmp_path):
     file = tmp_path / f"run{suffix}"
-    values = {"target": "T", "data": ["a", "b"], "output_dir": str(tmp_path), "learning_rate": "2e-3", "markov_rank": 64,
-              "use_cpu": True, "report_to": "none", "target_layer_ids": [1, 3], "qk_norm": False}  # fmt: skip
+    values = {"target": "T", "data": ["a", "b"], "output": str(tmp_path), "learning_rate": "2e-3", "markov-rank": 64,
+              "use_cpu": True, "target_layer_ids": [1, 3], "qk_norm": False, "adam_beta2": "9.8e-1"}  # fmt: skip
     file.write_text(
         json.dumps(values) if suffix == ".json" else "".join(f"{k}: {json.dumps(v)}\n" for k, v in values.items())
     )
-    command = parse_train_options(["--config", str(file), "--markov-rank", "32"])
+    command = parsed("--config", file, "--markov-rank", "32")
     assert command.options.target == "T" and command.options.data == ["a", "b"]
-    assert command.arguments.learning_rate == 2e-3
+    assert command.arguments.learning_rate == 2e-3 and command.arguments.adam_beta2 == 0.98
     assert command.drafter == {"markov_rank": 32, "target_layer_ids": [1, 3], "qk_norm": False}
+
+
+def test_the_help_names_every_kind_of_drafter(tmp_path):
+    (kind,) = (option for option in typer.main.get_command(app).commands["train"].params if option.name == "kind")
+    assert all(name in kind.help for name in presets())
+    for name in presets():
+        assert parsed(*needed(tmp_path), "--kind", name).options.kind == name
+    with pytest.raises(typer.BadParameter, match="kind is 'eagle4', but it has to be one of dspark"):
+        parsed(*needed(tmp_path), "--kind", "eagle4")
+
+
+def test_further_settings_by_name(tmp_path):
+    further = ("--set", "adam_beta2=0.5", "--set", "norm-before-residual=true", "--set", "head_dim=16")
+    command = parsed(*needed(tmp_path), *further, "--set", "lr_scheduler_kwargs={num_cycles: 2}", "--set", "optim=sgd")
+    assert command.arguments.adam_beta2 == 0.5 and command.arguments.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert command.drafter == {"norm_before_residual": True, "head_dim": 16}
+    assert command.given["adam_beta2"] == 0.5 and "seed" not in command.given
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("adam_beta3=1", r"no setting adam_beta3 \(did you mean adam_beta"),
+        ("adam_beta2=many", "adam_beta2 is 'many', but it has to be of type float"),
+        ("head_dim=[1, 2]", "head_dim is .*, but it has to be of type int or none"),
+        ("bf16=maybe", "bf16 is 'maybe', but it has to be of type bool"),
+        ("adam_beta2", "write NAME=VALUE"),
+        ("output_dir=x", "is called output"),
+    ],
+)
+def test_further_settings_are_checked(setting, message, tmp_path):
+    arguments = [part for part in needed(tmp_path) if part != "--bf16"]
+    with pytest.raises(typer.BadParameter, match=message):
+        parsed(*arguments, "--set", setting)
 
 
 def test_values_of_a_file_are_checked_as_those_of_the_command_line(tmp_path):
     file = tmp_path / "run.yaml"
-    options = f"target: T\noutput_dir: {tmp_path}\nuse_cpu: true\n"
+    options = f"target: T\noutput: {tmp_path}\nuse_cpu: true\n"
     file.write_text(f"{options}data: rows.jsonl\ntarget_layer_ids: [1, '3']\n")
-    command = parse_train_options(["--config", str(file)])
+    command = parsed("--config", file)
     assert command.options.data == ["rows.jsonl"] and command.drafter == {"target_layer_ids": [1, 3]}
-    file.write_text(f"{options}data: rows.jsonl\nkind: Eagle3\n")
-    with pytest.raises(ValueError, match="sets kind to 'Eagle3', but it is one of dspark, dflash, eagle3"):
-        parse_train_options(["--config", str(file)])
+    file.write_text(f"{options}data: rows.jsonl\nmarkov_head_type: Gated\n")
+    with pytest.raises(typer.BadParameter, match=r"sets markov_head_type to 'Gated'.*gated"):
+        parsed("--config", file)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "run.yaml' cannot be read"),
+        ("a: [", r"run.yaml' is not valid YAML"),
         ("- a", "holds a list"),
         ("max_steps: many", "sets max_steps to 'many'"),
         ("save_dtype: bogus", "save_dtype is 'bogus'"),
+        ("lerning_rate: 1", r"no setting lerning_rate \(did you mean learning_rate\?\)"),
     ],
 )
 def test_files_that_are_not_option_files_are_refused(text, message, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
-    options = ["--target", "T", "--data", "a", "--output_dir", str(tmp_path), "--use_cpu"]
-    with pytest.raises(ValueError, match=message):
-        parse_train_options([*options, "--config", str(tmp_path / "run.yaml")])
+    with pytest.raises(typer.BadParameter, match=message):
+        parsed(*needed(tmp_path), "--config", tmp_path / "run.yaml")
 
 
-def test_held_out_rows_are_looked_at_unless_told_otherwise(tmp_path):
-    options = ["--target", "T", "--data", "a", "--output_dir", str(tmp_path), "--use_cpu", "--save_steps", "7"]
-    arguments = parse_train_options(options).arguments
+def test_a_file_that_does_not_exist(tmp_path):
+    with pytest.raises(typer.BadParameter, match=r"run.yaml' cannot be read: No such file"):
+        parsed(*needed(tmp_path), "--config", tmp_path / "run.yaml")
+
+
+def test_held_out_rows_are_evaluated_unless_told_otherwise(tmp_path):
+    options = [*needed(tmp_path), "--save-steps", "7"]
+    arguments = parsed(*options).arguments
     assert (arguments.eval_strategy, arguments.eval_steps, arguments.load_best_model_at_end) == ("steps", 7, True)
-    assert parse_train_options([*options, "--eval_strategy", "no"]).arguments.eval_strategy == "no"
-    assert parse_train_options([*options, "--held_out", "0"]).arguments.eval_strategy == "no"
+    assert parsed(*options, "--eval-strategy", "no").arguments.eval_strategy == "no"
+    assert parsed(*options, "--held-out", "0").arguments.eval_strategy == "no"
 
 
 def test_options_of_another_kind_of_drafter_are_refused(folders, responses, tmp_path):
-    result = train(folders, responses, tmp_path / "run", "--max_steps", 1, "--norm_before_residual", "true")
+    setting = ("--set", "norm_before_residual=true")
+    result = train(folders, responses, tmp_path / "run", "--max-steps", 1, *setting)
     assert "norm_before_residual: only drafters of --kind eagle3" in str(result.exception)
-    options = (
-        "--target",
-        folders.target,
-        "--data",
-        responses,
-        "--output_dir",
-        tmp_path / "run",
-        *RUN,
-        "--max_steps",
-        1,
-    )
-    result = invoke("train", *options, "--kind", "eagle3", "--norm_before_residual", "true", "--save_strategy", "no")
+    options = ("--target", folders.target, "--data", responses, "--output", tmp_path / "run", *RUN, "--max-steps", 1)
+    result = invoke("train", *options, "--kind", "eagle3", *setting, "--save-strategy", "no")
     assert result.exit_code == 0, repr(result.exception)
     assert Drafter.from_pretrained(tmp_path / "run").config.norm_before_residual
 
 
-def test_a_file_with_an_unknown_option_is_refused(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("target: T\nlerning_rate: 1\n")
-    with pytest.raises(ValueError, match="sets lerning_rate, which are no options"):
-        parse_train_options(["--config", str(file)])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"--data": "nowhere.jsonl"}, r"no file 'nowhere.jsonl'"),
+        ({"--target": "/nowhere/target"}, "no folder '/nowhere/target'"),
+        ({"--drafter": "/nowhere/drafter"}, "no folder '/nowhere/drafter'"),
+        ({"--target-device": "nonsense"}, "no device 'nonsense'"),
+        ({"--target-dtype": "int8"}, "'int8', which is not a floating-point dtype"),
+    ],
+    ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
+)
+def test_what_is_wrong_is_said_before_weights_are_read(wrong, message, folders, responses, tmp_path, monkeypatch):
+    from transformers import PreTrainedModel
+
+    def must_not_load(*args, **kwargs):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", must_not_load)
+    options = {"--target": folders.target, "--data": responses, "--output": tmp_path / "run"} | wrong
+    result = invoke("train", *(part for pair in options.items() for part in pair), *RUN)
+    assert message in str(result.exception)
+
+
+def test_another_drafter_than_the_run_before_is_refused_before_weights_are_read(
+    folders, responses, tmp_path, monkeypatch
+):
+    options = ("--save-steps", 1, "--max-steps", 1)
+    assert train(folders, responses, tmp_path / "run", *options).exit_code == 0
+    monkeypatch.setattr("dspark_hf.training.run.load_frozen_target", lambda *args: pytest.fail("the target was loaded"))
+    result = train(folders, responses, tmp_path / "run", *options, "--markov-rank", 4)
+    assert "holds another drafter: markov_rank (8 there, 4 here)" in str(result.exception)
+
+
+# ---------------------------------------------------------------------- lines and summary
+
+
+def test_training_prints_a_line_of_figures_per_log(folders, responses, tmp_path):
+    options = ("--max-steps", 2, "--save-strategy", "no", "--eval-strategy", "steps", "--eval-steps", 2)
+    result = train(folders, responses, tmp_path / "run", *options)
+    assert result.exit_code == 0, repr(result.exception)
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("training", "held out"))]
+    assert [line.split()[:2] for line in lines[:2]] == [["training", "1"], ["training", "2"]]
+    assert any(line.startswith("held out ") for line in lines)
+    header = next(line for line in result.stderr.splitlines() if "tokens/pass" in line)
+    assert all(len(line) <= 80 for line in [header, *lines])
+    assert "{" not in result.stderr + result.stdout
+    with_figures = log(tmp_path / "run")[0]
+    assert f"{float(with_figures['acceptance_length']):.2f}" in lines[0]
+
+
+def test_summary_and_card_hold_no_paths_of_this_machine(folders, responses, tmp_path):
+    result = train(
+        folders, responses, tmp_path / "run", "--max-steps", 1, "--save-strategy", "no", "--set", "adam_beta2=0.9"
+    )
+    assert result.exit_code == 0, repr(result.exception)
+    for name in ("training.json", "README.md"):
+        text = (tmp_path / "run" / name).read_text()
+        assert str(tmp_path) not in text and str(folders.target) not in text and str(responses) not in text
+    command = json.loads((tmp_path / "run" / "training.json").read_text())["command"]
+    assert command.startswith("dspark-hf train --target target --data responses.jsonl --output run")
+    assert command.endswith("--set adam_beta2=0.9")
+    again = command.split()[2:]
+    assert parsed(*again).arguments.adam_beta2 == 0.9
 
 
 @pytest.mark.slow
@@ -367,8 +470,8 @@ def test_two_processes_train_as_one(folders, responses, tmp_path):
     for processes, batch in ((1, 4), (2, 2)):
         output = tmp_path / f"run{processes}"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        arguments = ["--target", folders.target, "--data", responses, "--output_dir", output, *NEW, *RUN, "--max_steps", 3,
-                     "--per_device_train_batch_size", batch, "--save_strategy", "no", "--ddp_backend", "gloo"]  # fmt: skip
+        arguments = ["--target", folders.target, "--data", responses, "--output", output, *NEW, *RUN, "--max-steps", 3,
+                     "--per-device-train-batch-size", batch, "--save-strategy", "no", "--set", "ddp_backend=gloo"]  # fmt: skip
         command = [sys.executable, *launcher, "-m", "dspark_hf_cli", "train", *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dspark_hf.evaluation import Method, Prompt, Task
-from dspark_hf.evaluation.document import build_document, without_nan
+from dspark_hf.evaluation.document import build_document, identity_note, without_nan
 from dspark_hf.evaluation.figures import as_png, figures_of, sweep_figure
 from dspark_hf.evaluation.records import Difference, Record, RecordFile, Turn
 from dspark_hf.evaluation.report import identity_lines, print_report, rows_of, text_of, write_html
@@ -70,8 +70,21 @@ def test_the_table_says_what_the_document_says(document):
 
 def test_differences_are_reported_with_their_gap(document):
     lines = identity_lines(document)
-    assert lines[0] == "dspark: 1 of 2 greedy answers equal those of plain generate."
-    assert "token 7" in lines[1] and "2.00e-06" in lines[1]
+    assert lines[0] == "The answers are greedy, and each was compared with that of plain generate."
+    assert lines[1] == "dspark: 1 of 2 greedy answers equal those of plain generate."
+    assert "token 7" in lines[2] and "2.00e-06" in lines[2]
+
+
+def test_what_was_not_checked_is_said(document, tmp_path):
+    rich = pytest.importorskip("rich.console")
+    document["identity_note"] = identity_note({"temperature": 1.0}, RecordFile(tmp_path / "none.jsonl", {}))
+    document["identity"]["dspark"] = {"checked": 0, "different": 0, "differences": []}
+    text = "Not checked: no greedy answers were compared"
+    assert identity_lines(document)[0].startswith(text)
+    console = rich.Console(file=io.StringIO(), width=180)
+    print_report(document, console)
+    write_html(document, tmp_path / "report.html", {})
+    assert text in console.file.getvalue() and text in (tmp_path / "report.html").read_text()
 
 
 def test_the_terminal_shows_every_row(document):

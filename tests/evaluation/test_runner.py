@@ -9,12 +9,12 @@ import tiny_folders
 import torch
 
 import tiny
-from dspark_hf.evaluation import BenchSettings, Method, Prompt, Task, dspark_method, plain_method, run_bench
+from dspark_hf.evaluation import BenchSettings, Method, Prompt, Task, dspark_method, plain_method, run_bench, runner
 from dspark_hf.evaluation.document import build_document
 from dspark_hf.evaluation.methods import dflash_method, is_dflash, prompt_lookup_method, schedule_method
 from dspark_hf.evaluation.profiling import PARTS, PYTHON, profile_methods
 from dspark_hf.evaluation.records import RecordFile
-from dspark_hf.evaluation.runner import answer, common_length, prompts_of, rotated, run_settings
+from dspark_hf.evaluation.runner import answer, check_greedily, common_length, prompts_of, rotated, run_settings
 from dspark_hf.scheduling import ThroughputCurve
 
 GREEDY = BenchSettings(max_new_tokens=12, temperature=0.0)
@@ -35,7 +35,7 @@ def tokenizer():
 
 
 def bench(target, tokenizer, path, methods, settings=GREEDY, tasks=TASKS, on_progress=lambda progress: None):
-    file = RecordFile(path, run_settings("tiny", methods, tasks, settings))
+    file = RecordFile(path, run_settings("tiny", tasks, settings, methods=[method.name for method in methods]))
     try:
         run_bench(target, tokenizer, methods, tasks, settings, file, on_progress)
     finally:
@@ -67,7 +67,55 @@ def test_methods_side_by_side(target, tokenizer, tmp_path):
     assert document["identity"]["random"] == {"checked": 3, "different": 0, "differences": []}
 
 
-def test_a_killed_run_resumes(target, tokenizer, tmp_path):
+SAMPLED = BenchSettings(max_new_tokens=12, temperature=1.0)
+
+
+def checked(target, tokenizer, path, method, num_prompts=2):
+    """The file of a run that measures sampling, after its greedy check; and how many answers the check made."""
+    methods, seen = [plain_method(), method], []
+    file = RecordFile(path, run_settings("tiny", TASKS, SAMPLED))
+    try:
+        check_greedily(
+            target, tokenizer, methods, TASKS, SAMPLED, file, num_prompts, lambda *progress: seen.append(progress)
+        )
+    finally:
+        file.close()
+    assert seen == [(done, num_prompts) for done in range(1, num_prompts + 1)]
+    return file, build_document(methods, TASKS, {"temperature": 1.0}, file)
+
+
+def test_greedy_answers_are_checked_where_sampling_is_measured(target, tokenizer, tmp_path):
+    file, document = checked(target, tokenizer, tmp_path / "r.jsonl", dspark_method(tiny.random_drafter(target)))
+    assert document["identity"]["dspark"] == {"checked": 2, "different": 0, "differences": []}
+    assert document["identity_note"].startswith("2 prompts were also answered greedily, with at most 128 tokens")
+    assert file.checked == {("sums", 0, "dspark"), ("talk", 0, "dspark")} and not file.records
+
+
+def test_the_greedy_check_notices_a_wrong_answer(target, tokenizer, tmp_path, monkeypatch):
+    genuine = runner.answer
+
+    def wrong(target, tokenizer, method, *args):
+        turns = genuine(target, tokenizer, method, *args)
+        turns[0].output_ids[3] ^= method.name == "dspark"
+        return turns
+
+    monkeypatch.setattr(runner, "answer", wrong)
+    method = dspark_method(tiny.perfect_drafter(target))
+    _, document = checked(target, tokenizer, tmp_path / "r.jsonl", method)
+    assert document["identity"]["dspark"]["different"] == 2
+    assert [d["position"] for d in document["identity"]["dspark"]["differences"]] == [3, 3]
+
+
+def test_a_resumed_run_checks_only_what_is_missing(target, tokenizer, tmp_path, monkeypatch):
+    method = dspark_method(tiny.random_drafter(target))
+    checked(target, tokenizer, tmp_path / "r.jsonl", method, num_prompts=1)
+    asked, genuine = [], runner.answer
+    monkeypatch.setattr(runner, "answer", lambda *args: (asked.append(args[2].name), genuine(*args))[1])
+    file, _ = checked(target, tokenizer, tmp_path / "r.jsonl", method, num_prompts=2)
+    assert asked == ["plain", "dspark"] and len(file.checked) == 2
+
+
+def test_a_killed_run_goes_on_where_it_was(target, tokenizer, tmp_path):
     methods = [plain_method(), dspark_method(tiny.perfect_drafter(target))]
 
     def killed(progress):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from huggingface_hub import HfApi, is_offline_mode
-from huggingface_hub.errors import SafetensorsParsingError
+from huggingface_hub.errors import LocalEntryNotFoundError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
@@ -115,6 +115,11 @@ def read_config(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
             f"peft.PeftModel.from_pretrained(drafter, {str(path)!r})."
         )
     if not config:
+        try:
+            cached_file(path, CONFIG_NAME, **hub)
+        except OSError as error:
+            if isinstance(error.__cause__, LocalEntryNotFoundError):  # Nothing is known of the repository.
+                raise
         raise OSError(f"{path} has no {CONFIG_NAME}, so it is not a drafter checkpoint.")
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):

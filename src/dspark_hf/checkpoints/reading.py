@@ -28,10 +28,14 @@ from .files import (
     read_tensor_index,
     read_weight_map,
 )
-from .unsupported import refuse_unsupported
+from .places import reading
+from .unsupported import is_embedded, refuse_unsupported
 
 # In the order they are tried.
 FORMATS: tuple[ModuleType, ...] = (dspark, eagle3, speculators, modelopt, deepspec, specforge, zlab, muse_glimmer)
+
+# How the names of architectures end that are targets.
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -150,7 +154,14 @@ def read_checkpoint(
         ValueError: when no known format fits, or a known one is not supported.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
-    source, reader = open_source(path, hub, kwargs.get("gguf_file"), headers_only)
+    with reading(path, hub.get("revision")):
+        return _read_checkpoint(path, config, hub, kwargs.get("gguf_file"), headers_only)
+
+
+def _read_checkpoint(
+    path: Any, config: DrafterConfig | None, hub: dict[str, Any], gguf_file: str | None, headers_only: bool
+) -> Checkpoint:
+    source, reader = open_source(path, hub, gguf_file, headers_only)
     tensors: dict[str, TensorInfo] = {}
     for name, info in source.tensors.items():
         if tensors.setdefault(our_name(name), info) is not info:
@@ -174,23 +185,49 @@ def open_source(
     raw = read_config(path, hub)
     weight_map = read_weight_map(path, hub, headers_only)
     if weight_map is not None:  # By name alone, before shards that may be as large as a target are fetched.
-        refuse_unsupported(path, raw, {name: TensorInfo((), "", name, "") for name in weight_map})
+        reader_of(path, raw, {our_name(name): TensorInfo((), "", name, "") for name in weight_map})
     tensors = read_tensor_index(path, weight_map, hub, headers_only)
     renamed = {our_name(name): info for name, info in tensors.items()}
-    refuse_unsupported(path, raw, renamed)
-    reader = next((reader for reader in FORMATS if reader.recognise(raw, renamed)), None)
-    if reader is None:
-        raise ValueError(
-            f"{path} is not a DSpark drafter in a format known here: model_type={raw.get('model_type')!r}, "
-            f"architectures={raw.get('architectures')}. Known: {', '.join(reader.NAME for reader in FORMATS)}, "
-            f"with architectures such as {', '.join(deepspec.ARCHITECTURES)}, DSparkDraftModel and DFlashDraftModel."
-        )
+    reader = reader_of(path, raw, renamed)
     if zlab.is_mimo(raw) and "mask_embedding" not in renamed and has_file(path, zlab.MASK_PICKLE, hub):
         raise ValueError(
             f"The masked slots of {path} start from a vector in {zlab.MASK_PICKLE}, without which it drafts nonsense. Pickle "
             "files are not read: put the vector into the safetensors file as 'mask_embedding.weight'."
         )
     return SafetensorsSource(raw, tensors), reader
+
+
+def is_drafter(raw: dict[str, Any]) -> bool:
+    """Whether a configuration alone says that a checkpoint is a drafter in a format that is read here."""
+    return any(reader.recognise(raw, {}) for reader in FORMATS)
+
+
+def reader_of(path: Any, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> ModuleType:
+    """
+    The module that understands a checkpoint.
+
+    Args:
+        path: Folder or Hub repository.
+        raw: Its configuration.
+        tensors: What its files hold, under the drafter's own names.
+
+    Raises:
+        ValueError: when there is none: it is a language model, a drafter of another method, or neither.
+    """
+    reader = next((reader for reader in FORMATS if reader.recognise(raw, tensors)), None)
+    language_models = [name for name in raw.get("architectures") or [] if name.endswith(LANGUAGE_MODELS)]
+    if reader is None and language_models and not is_embedded(raw, tensors):
+        raise ValueError(
+            f"{path} is a language model ({language_models[0]}), not a drafter: use it as the target, with a drafter that "
+            "was trained for it."
+        )
+    refuse_unsupported(path, raw, tensors)
+    if reader is None:
+        raise ValueError(
+            f"{path} is not a drafter in a known format: its model_type is {raw.get('model_type')!r}, its architectures are "
+            f"{raw.get('architectures')}. Known formats: {', '.join(reader.NAME for reader in FORMATS)}."
+        )
+    return reader
 
 
 def translated_config(

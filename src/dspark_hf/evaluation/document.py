@@ -11,6 +11,7 @@ from ..scheduling import Reliability
 from .environment import environment
 from .methods import PLAIN, Method
 from .records import Record, RecordFile
+from .runner import CHECK_TOKENS
 from .statistics import conditional_acceptance, confidence_quality, summarize, threshold_sweep
 from .tasks import DOMAINS, Task
 
@@ -36,7 +37,8 @@ def build_document(
 
     Returns:
         `schema`, `environment`, `settings`, `results` (one entry per group and method; groups are tasks, domains and
-        `"all"`), `identity` (greedy answers compared with plain `generate`), `profile`. Undefined numbers are `None`.
+        `"all"`), `identity` (greedy answers compared with plain `generate`), `identity_note` (which ones), `profile`.
+        Undefined numbers are `None`.
     """
     results = []
     for kind, name, group_tasks in groups_of(tasks):
@@ -55,6 +57,7 @@ def build_document(
             "domains": {task.name: task.domain for task in tasks},
             "results": results,
             "identity": identity_of(methods, file),
+            "identity_note": identity_note(settings, file),
             "profile": profile,
         }
     )
@@ -113,6 +116,19 @@ def identity_of(methods: list[Method], file: RecordFile) -> dict[str, Any]:
         for method in methods
         if method.name != PLAIN
     }
+
+
+def identity_note(settings: dict[str, Any], file: RecordFile) -> str:
+    """Which greedy answers were compared with those of plain `generate`."""
+    if not file.checked:
+        return "Not checked: no greedy answers were compared with those of plain generate."
+    if settings.get("temperature") == 0:
+        return "The answers are greedy, and each was compared with that of plain generate."
+    num_prompts = len({(task, prompt) for task, prompt, _ in file.checked})
+    return (
+        f"{num_prompts} prompts were also answered greedily, with at most {CHECK_TOKENS} tokens, and the answers compared with "
+        "those of plain generate."
+    )
 
 
 def without_nan(value: Any) -> Any:

@@ -59,8 +59,8 @@ def text_of(estimate: dict[str, Any], decimals: int, with_interval: bool = False
 
 
 def identity_lines(document: dict[str, Any]) -> list[str]:
-    """One line per method, and one for each answer that differs from that of plain `generate`."""
-    lines = []
+    """What was checked, one line per method, and one for each answer that differs from that of plain `generate`."""
+    lines = [document["identity_note"]]
     for method, identity in document["identity"].items():
         if not identity["checked"]:
             continue

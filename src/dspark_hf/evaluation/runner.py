@@ -1,14 +1,15 @@
 """Runs methods side by side, paired prompt by prompt, and checks that greedy answers are those of plain `generate`.
 
-The order of the methods rotates from prompt to prompt, so that a machine that slows down affects all of them equally.
-Every measurement is written at once, so an interrupted run resumes.
+The order of the methods rotates from prompt to prompt, so that a machine that slows down or warms up affects all alike.
+Every finished measurement is on the disk at once, and an interrupted run resumes from there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,6 +195,47 @@ def warm_up(target, tokenizer, methods: list[Method], prompt: Prompt, settings: 
 
 # ---------------------------------------------------------------------- identity of greedy answers
 
+# Longest greedy answer of a run that measures sampling.
+CHECK_TOKENS = 128
+
+
+def check_greedily(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: list[Method],
+    tasks: list[Task],
+    settings: BenchSettings,
+    file: RecordFile,
+    num_prompts: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """
+    For a run that measures sampling: answers some prompts greedily by every method, and compares the answers with those of
+    plain `generate`. What was checked in an earlier run is not checked again.
+
+    Args:
+        target, tokenizer, methods, tasks, file: As in [`run_bench`].
+        settings: Of the run; greedy answers have at most `CHECK_TOKENS` tokens.
+        num_prompts: How many prompts; their first turns are asked.
+        on_progress: Called with the number of prompts that are done and their total.
+    """
+    greedy = replace(settings, temperature=0.0, max_new_tokens=min(settings.max_new_tokens, CHECK_TOKENS))
+    plain = next(method for method in methods if method.name == PLAIN)
+    chosen = list(islice(prompts_of(tasks), num_prompts))
+    for done, (task, index, prompt) in enumerate(chosen, start=1):
+        question = Prompt(prompt.turns[:1], prompt.system)
+        unchecked = [m for m in methods if m is not plain and (task.name, index, m.name) not in file.checked]
+        answers = {
+            method.name: Record(
+                task.name, index, method.name, answer(target, tokenizer, method, question, greedy, index)
+            )
+            for method in ([plain, *unchecked] if unchecked else [])
+        }
+        for method in unchecked:
+            got = answers[method.name]
+            file.add_check(got.key, first_difference(target, tokenizer, question, answers[PLAIN], got))
+        on_progress(done, len(chosen))
+
 
 def check_prompt(
     target, tokenizer, methods: list[Method], task: str, index: int, prompt: Prompt, file: RecordFile
@@ -239,13 +281,10 @@ def common_length(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def run_settings(
-    target_name: str, methods: list[Method], tasks: list[Task], settings: BenchSettings, **others: Any
-) -> dict[str, Any]:
-    """The settings that the measurements of a run depend on, as they are written at the top of its file."""
+def run_settings(target_name: str, tasks: list[Task], settings: BenchSettings, **others: Any) -> dict[str, Any]:
+    """What the measurements of a run depend on, as it is noted beside its file."""
     return {
         "target": target_name,
-        "methods": [method.name for method in methods],
         "tasks": {task.name: len(task.prompts) for task in tasks},
         "max_new_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,

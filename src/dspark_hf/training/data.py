@@ -100,12 +100,29 @@ def load_source(source: str, config: DrafterConfig | None = None, **encoding: An
         return TrainingData(source, cached, file_sha256(path / "index.json"))
     if path.is_dir():
         raise ValueError(
-            f"'{source}' is a folder without index.json, so it is no feature cache. Give files or a cache."
+            f"'{source}' is a folder without index.json, so it is not a feature cache. Give a file or a cache."
         )
     rows = encode_source(source, **encoding)
     if not rows:
         raise ValueError(f"'{source}' holds no row with a response of two tokens within max_length.")
     return TrainingData(source, rows, file_sha256(path) if path.is_file() else None)
+
+
+def check_source(source: str, split: str = "train") -> None:
+    """
+    What can be known of a source before a target is loaded.
+
+    Raises:
+        ValueError: when there is no such source, or it holds no rows.
+    """
+    if is_cache(source):
+        return
+    if Path(source).is_dir():
+        raise ValueError(
+            f"'{source}' is a folder without index.json, so it is not a feature cache. Give a file or a cache."
+        )
+    if next(iter(read_prompts(source, split=split)), None) is None:
+        raise ValueError(f"'{source}' holds no rows.")
 
 
 def is_cache(source: str) -> bool:

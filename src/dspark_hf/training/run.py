@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerState,
@@ -19,16 +17,17 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import CONFIG_NAME, logging
 
+from ..checkpoints import read_checkpoint
 from ..configuration_drafter import DrafterConfig
 from ..conversations.rows import end_token_ids
 from ..conversations.templates import thinking_switch
 from ..drafter import Drafter
-from ..number_types import floating_dtype
+from ..loading import check_device, check_is_target, load_target
 from ..registry import drafter_class, presets
 from ..storage.atomic import whole_file
 from .adaptation import add_lora, warm_start
 from .checkpoints import last_checkpoint
-from .data import TrainingData, cache_index, is_cache, joined, load_source
+from .data import TrainingData, cache_index, check_source, is_cache, joined, load_source
 from .draft_vocab import select_draft_vocabulary, set_draft_vocabulary
 from .history import CsvLog, training_figure
 from .options import TrainCommand, TrainOptions
@@ -43,7 +42,7 @@ FIGURE = "training_curve.png"
 @dataclass
 class TrainingRun:
     """
-    What a run came to.
+    The result of a run.
 
     Args:
         trainer: With the best drafter and the history.
@@ -58,20 +57,21 @@ class TrainingRun:
 
 def train(command: TrainCommand) -> TrainingRun:
     """
-    Trains a drafter, or goes on with a run that was stopped, and saves it in `output_dir`.
+    Trains a drafter, or resumes an interrupted run, and saves it in `output_dir`.
 
     Args:
-        command: As [`~dspark_hf.training.options.parse_train_options`] gives it.
+        command: As [`~dspark_hf.training.options.train_command`] gives it.
 
     Raises:
         ValueError: when target, drafter, data and options do not fit one another.
     """
     options, arguments = command.options, command.arguments
     set_seed(arguments.seed)
+    check_before_loading(command)
     target, tokenizer = load_frozen_target(options)
     start, has_new_vocabulary = starting_drafter(command, target, tokenizer)
     data = load_data(command, start.config, target, tokenizer)
-    checkpoint = arguments.resume_from_checkpoint or (last_checkpoint(arguments.output_dir) if options.resume else None)
+    checkpoint = checkpoint_of(command)
     if checkpoint is not None:
         check_same_drafter(start.config, checkpoint)
     if has_new_vocabulary:
@@ -109,13 +109,41 @@ def train(command: TrainCommand) -> TrainingRun:
     return TrainingRun(trainer, data, metrics)
 
 
+def check_before_loading(command: TrainCommand) -> None:
+    """
+    What can be known without weights, so that a mistake shows at once.
+
+    Raises:
+        ValueError, OSError: when the target is not one, the drafter is not one, a source of data does not exist, or the
+            output folder holds a run of another drafter.
+    """
+    options = command.options
+    check_is_target(options.target)
+    if options.drafter is not None:
+        read_checkpoint(options.drafter, None, {})
+    for source in [*options.data, *(options.eval_data or [])]:
+        check_source(source, options.split)
+    if (checkpoint := checkpoint_of(command)) is not None:
+        refuse_differences(command.drafter, drafter_config_of(checkpoint), checkpoint)
+
+
+def checkpoint_of(command: TrainCommand) -> str | None:
+    """The checkpoint from which a run resumes; `None` for a run from the start."""
+    arguments = command.arguments
+    if arguments.resume_from_checkpoint:
+        return arguments.resume_from_checkpoint
+    return last_checkpoint(arguments.output_dir) if command.options.resume else None
+
+
 def load_frozen_target(options: TrainOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target, in the number type and place asked for, and its tokenizer."""
+    """The target, in the dtype and place that were asked for, and its tokenizer."""
     device = options.target_device
-    placed = {} if device is None else {"device_map": device if device == "auto" else {"": device}}
-    dtype = "auto" if options.target_dtype == "auto" else floating_dtype(options.target_dtype, "target_dtype")
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype, **placed)
-    return target, AutoTokenizer.from_pretrained(options.target)
+    placed: dict[str, Any] = {}
+    if device is not None:
+        if device != "auto":
+            check_device(device)
+        placed["device_map"] = device if device == "auto" else {"": device}
+    return load_target(options.target, options.target_dtype, **placed)
 
 
 def starting_drafter(
@@ -186,7 +214,7 @@ def load_data(
         "tokenizer": tokenizer,
         "max_length": command.arguments.max_length,
         "split": options.split,
-        "template_options": template | thinking_switch(options.enable_thinking),
+        "template_options": template | thinking_switch(options.thinking),
     }
     share = 0.0 if options.eval_data else options.held_out
     sources = [load_source(name, config, **encoding) for name in options.data]
@@ -194,7 +222,7 @@ def load_data(
     held_out = [load_source(name, config, **encoding) for name in options.eval_data or []]
     data += [(source, [], list(range(len(source.rows)))) for source in held_out]
     if not any(trained for _, trained, _ in data):
-        raise ValueError("All rows of --data are held out: lower --held_out, or give more data.")
+        raise ValueError("All rows of --data are held out: lower --held-out, or give more data.")
     return data
 
 
@@ -207,21 +235,39 @@ def used_tokens(config: DrafterConfig, data: Any, end_ids: list[int]) -> torch.T
 def check_same_drafter(config: DrafterConfig, checkpoint: str) -> None:
     """
     Raises:
-        ValueError: when a checkpoint's drafter is another than the one that was asked for.
+        ValueError: when a checkpoint holds another drafter than the one that was asked for.
     """
-    if not (file := Path(checkpoint) / CONFIG_NAME).exists():  # An adapter's has none.
-        return
-    there, here = json.loads(file.read_text(encoding="utf-8")), json.loads(config.to_json_string(use_diff=False))
+    here = json.loads(config.to_json_string(use_diff=False))
     own = {"model_type"} | config.own_fields().keys()
     own -= {"bos_token_id", "eos_token_id", "pad_token_id"}  # The Trainer takes them from the tokenizer.
-    names = sorted(own & here.keys())
+    if there := drafter_config_of(checkpoint):
+        refuse_differences(
+            {name: here[name] for name in sorted(own & here.keys())},
+            {name: there.get(name) for name in own},
+            checkpoint,
+        )
+
+
+def drafter_config_of(checkpoint: str) -> dict[str, Any]:
+    """The configuration in a checkpoint; that of an adapter has none."""
+    file = Path(checkpoint) / CONFIG_NAME
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def refuse_differences(here: dict[str, Any], there: dict[str, Any], checkpoint: str) -> None:
+    """
+    Raises:
+        ValueError: when fields of two configurations differ, with their names.
+    """
     different = [
-        f"{name} ({there.get(name)} there, {here[name]} here)" for name in names if there.get(name) != here[name]
+        f"{name} ({there[name]} there, {value} here)"
+        for name, value in here.items()
+        if name in there and there[name] != value
     ]
     if different:
         raise ValueError(
-            f"'{checkpoint}' is of another drafter: {', '.join(different)}. Give the options it was started with, another "
-            "--output_dir, or --resume false to begin anew."
+            f"'{checkpoint}' holds another drafter: {', '.join(different)}. Use the options that it was started with, another "
+            "--output folder, or --no-resume to start over."
         )
 
 
@@ -230,8 +276,8 @@ def warn_of_no_evaluation(options: TrainOptions, data: list[tuple[TrainingData, 
     if options.held_out:
         rows = sum(len(source.rows) for source, _, _ in data)
         logger.warning(
-            f"None of {rows} conversations is held out (--held_out {options.held_out}), so there is no evaluation and no best "
-            "checkpoint. Hold out more, or give --eval_data."
+            f"None of {rows} conversations is held out (--held-out {options.held_out}), so there is no evaluation and no best "
+            "checkpoint. Hold out more, or give --eval-data."
         )
 
 

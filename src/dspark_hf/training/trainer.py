@@ -35,6 +35,7 @@ from .arguments import DSparkTrainingArguments
 from .checkpoints import last_checkpoint
 from .collator import FEATURE_KEYS, DSparkCollator
 from .features import CachedFeatureDataset, target_features
+from .history import print_lines
 from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summed_metrics
 from .muon import MuonAdamW, split_parameters
 from .target_logits import logit_rule
@@ -123,6 +124,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         # The loss is already divided by what all accumulation steps hold, so the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.add_callback(_AnchorEpoch(data_collator))
+        print_lines(self)
 
     def _bind(self, drafter: Drafter) -> None:
         """What the drafter speaks through, and the law it is compared with."""

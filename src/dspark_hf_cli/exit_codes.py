@@ -1,0 +1,6 @@
+"""What the exit codes of a command mean."""
+
+ERROR = 1
+USAGE = 2
+DIFFERENT_ANSWERS = 3  # `bench` found greedy answers that differ from those of plain `generate`.
+INTERRUPTED = 130
