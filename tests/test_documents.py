@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dspark_hf
 from dspark_hf import Drafter
 from dspark_hf.checkpoints.engines import launch_command
-from dspark_hf.drafter import check_target
+from dspark_hf.modeling_drafter import check_target
 from dspark_hf.scheduling.schedulers import build_scheduler
 
 ROWS = [

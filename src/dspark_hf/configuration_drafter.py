@@ -64,7 +64,7 @@ class DrafterConfig(PreTrainedConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # The public formats that such a drafter can be exported to, keys of `checkpoints.EXPORT_FORMATS`.
     export_formats: ClassVar[tuple[str, ...]] = ()
-    # Whether there are two ways to read the slots of a block, which `checkpoints.probe_layout` can tell apart.
+    # Whether there are two ways to read the slots of a block, which `dspark-hf inspect --target` tells apart.
     has_slot_layouts: ClassVar[bool] = False
     # Index of the first token of a text that training can start a draft from.
     first_anchor: ClassVar[int] = 0

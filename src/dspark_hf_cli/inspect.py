@@ -10,7 +10,7 @@ import typer
 from .options import ANSWERS, MODELS, Device, Dtype, Json, Revision, Subfolder
 
 if TYPE_CHECKING:
-    from dspark_hf.checkpoints import LayoutProbe
+    from dspark_hf.kinds.dspark.layout_probe import LayoutProbe
 
 # The prompts that the probe lets the target answer.
 PROMPTS = (
@@ -59,7 +59,12 @@ def inspect(
     hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder or ""}
     found = inspect_checkpoint(checkpoint, **hub)
     probe = None
-    if target is not None and found.refusal is None:
+    if target is not None and found.config is not None:
+        if not found.config.has_slot_layouts:
+            raise typer.BadParameter(
+                f"--target tells the two slot layouts of a block apart, and {found.config.method} drafters have no block: "
+                "leave it out."
+            )
         probe = _probe(checkpoint, target, hub, max_new_tokens, dtype, device)
     if json:
         shown: dict[str, Any] = found.to_dict()
@@ -81,7 +86,7 @@ def inspect(
 def _probe(
     checkpoint: str, target_name: str, hub: dict[str, Any], max_new_tokens: int, dtype: str, device: str | None
 ) -> LayoutProbe:
-    from dspark_hf.checkpoints import probe_layout
+    from dspark_hf.kinds.dspark.layout_probe import probe_layout
     from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
 
     from .loading import load_target, say

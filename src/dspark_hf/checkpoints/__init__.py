@@ -6,7 +6,6 @@ order of `reading.FORMATS`.
 """
 
 from .inspection import Inspection, inspect_checkpoint
-from .probe import LayoutProbe, probe_layout
 from .reading import Checkpoint, read_checkpoint
 from .writing import EXPORT_FORMATS, Export, export
 
@@ -15,9 +14,7 @@ __all__ = [
     "Checkpoint",
     "Export",
     "Inspection",
-    "LayoutProbe",
     "export",
     "inspect_checkpoint",
-    "probe_layout",
     "read_checkpoint",
 ]

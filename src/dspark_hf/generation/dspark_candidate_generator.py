@@ -6,11 +6,43 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import LogitsProcessor
 
+from ..kinds.dspark.heads import SequentialHead
 from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from .candidate_generator import DrafterCandidateGenerator
-from .logits_process import SequentialHeadLogitsProcessor
 from .telemetry import stage
+
+
+class SequentialHeadLogitsProcessor(LogitsProcessor):
+    """
+    Adds the transition bias of the current slot, given the last token of `input_ids` (paper section 3.2).
+
+    It runs ahead of the user's processors, so that drafts are processed exactly like the target's tokens. Call
+    [`~SequentialHeadLogitsProcessor.begin_block`] first; each call then takes the next slot.
+
+    Args:
+        head: The drafter's sequential head.
+    """
+
+    def __init__(self, head: SequentialHead):
+        self.head = head
+
+    def begin_block(self, hidden_states: torch.Tensor) -> None:
+        """Starts a block whose slots have normed hidden states `[B, G, D]`."""
+        self._hidden_states = hidden_states
+        self._state: torch.Tensor | None = None
+        self._slot = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`input_ids` `[B, L]`, of which the last token counts; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
+        features, self._state = self.head.step(
+            input_ids[:, -1],
+            self._hidden_states[:, self._slot],
+            self._state,
+        )
+        self._slot += 1
+        return scores + self.head.markov_w2(features).to(scores.dtype)
 
 
 class DSparkCandidateGenerator(DrafterCandidateGenerator):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from source_tree import SourceTree
 from torch import nn
 from transformers import AutoModel, LogitsProcessor
 
+import dspark_hf
 import tiny
 from dspark_hf import Drafter, DrafterOutput, DSparkDrafter, record_speculation, register_kind
 from dspark_hf.checkpoints import inspect_checkpoint
@@ -102,6 +105,28 @@ class BigramCandidateGenerator(DrafterCandidateGenerator):
             weight.new_zeros(len(input_ids), num_drafts, config.hidden_size),
             weight.new_zeros(len(input_ids), num_drafts, config.logits_size),
         )
+
+
+# ---------------------------------------------------------------------- what knows the kinds
+
+# Beside the readers and writers of public formats, which are made for a kind.
+KNOW_KINDS = {
+    "dspark_hf",  # Registers them.
+    "dspark_hf.generation.generators",
+    "dspark_hf.generation.dspark_candidate_generator",
+    "dspark_hf.generation.eagle3_candidate_generator",
+    "dspark_hf_cli.inspect",  # The probe of a block's slot layout.
+}
+
+
+def test_few_files_know_the_kinds():
+    source = SourceTree(Path(dspark_hf.__file__).parents[1], leave_out=("templates",))
+    importing = {
+        module
+        for module in source.files
+        if any(name.startswith("dspark_hf.kinds") for name, *_ in source.imports(module))
+    }
+    assert {m for m in importing if not m.startswith(("dspark_hf.kinds", "dspark_hf.checkpoints"))} == KNOW_KINDS
 
 
 # ---------------------------------------------------------------------- what it then does

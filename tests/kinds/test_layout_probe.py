@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from dspark_hf import DSparkDrafter
-from dspark_hf.checkpoints import probe_layout
+from dspark_hf.kinds.dspark.layout_probe import probe_layout
 
 DFLASH = "d_qwen3_dflash"
 DSPARK = "a_qwen3_vanilla_confmarkov"

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from ..draft_cache import DraftCache
-from ..transformers_names import context_features, output_hidden_states
-
-if TYPE_CHECKING:
-    from ..kinds.dspark.modeling_dspark import DSparkDrafter
+from ...draft_cache import DraftCache
+from ...transformers_names import context_features, output_hidden_states
+from .modeling_dspark import DSparkDrafter
 
 
 @dataclass
@@ -70,7 +67,7 @@ def probe_layout(
 
     ```python
     >>> prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]  # doctest: +SKIP
-    >>> print(dspark_hf.checkpoints.probe_layout(drafter, target, prompts))  # doctest: +SKIP
+    >>> print(probe_layout(drafter, target, prompts))  # doctest: +SKIP
     ```
 
     Args:
@@ -91,7 +88,7 @@ def probe_layout(
         indices = config.hidden_state_indices
         output = target(sequence, output_hidden_states=output_hidden_states(indices))
         features = context_features(output, indices).to(drafter.device)
-        sequence, cache = sequence.to(drafter.device), DraftCache(len(drafter.layers))
+        sequence, cache = sequence.to(drafter.device), drafter.new_cache()
         for anchor in range(prompt.shape[1], sequence.shape[1] - 1):
             held = cache.lengths[0]
             positions = torch.arange(held, anchor, device=drafter.device)[None]
