@@ -247,6 +247,23 @@ def test_a_second_turn_with_the_cache_of_the_first(family):
     assert torch.equal(two_turns(assistant_model=tiny.random_drafter(target)), two_turns())
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt_oss"])
+def test_a_second_turn_after_rows_of_different_lengths(family):
+    """The padding behind a row that ended early is masked in the second turn, in the middle of the row."""
+    target, batch = rig.target(family), tiny.left_padded(*prompts())
+    lengths = (3, 6, 6, 1)
+    ids = torch.cat([batch["input_ids"], tiny.prompt(6, seed=3, num_rows=4)["input_ids"]], dim=1)
+    ended = torch.arange(6) < torch.tensor(lengths)[:, None]
+    more = tiny.prompt(3, seed=5, num_rows=4)
+    inputs = {
+        "input_ids": torch.cat([ids, more["input_ids"]], dim=1),
+        "attention_mask": torch.cat([batch["attention_mask"], ended.long(), more["attention_mask"]], dim=1),
+    }
+    settings = {"max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**inputs, **settings)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=tiny.random_drafter(target)), plain)
+
+
 def test_attention_weights_of_several_rows_are_refused():
     message = rig.refusing(
         rig.target(),
