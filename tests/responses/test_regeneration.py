@@ -1,4 +1,4 @@
-"""Regeneration: the fast decoder against plain `generate`, its sampling distribution, resuming, conversations, self-prompting."""
+"""Regeneration: responses and where they come from, resuming, conversations, self-prompting, servers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from scipy.stats import chisquare
+from responses.decoding import greedy_by_generate, ragged_prompts
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import tiny
 from dspark_hf.conversations.prompts import Conversation, as_conversation, read_prompts
 from dspark_hf.conversations.rows import encode_rows
-from dspark_hf.ragged.supported import unsupported_reason
 from dspark_hf.responses import regeneration
 from dspark_hf.responses import server as regeneration_server
-from dspark_hf.responses.decoder import SlotDecoder
-from dspark_hf.responses.plain_decoder import PlainDecoder
 from dspark_hf.responses.regeneration import Regenerator
-from dspark_hf.responses.requests import Completion, Request
 from dspark_hf.responses.self_prompting import self_prompt
 from dspark_hf.responses.server import ServerRegenerator
 from dspark_hf.responses.settings import RegenerationSettings, resolve_sampling
-from dspark_hf.responses.token_sampling import Sampling, draw_uniforms, invert_cumulative, sample_tokens
+from dspark_hf.responses.token_sampling import Sampling
 from dspark_hf.responses.writer import ResponseWriter
 from dspark_hf.storage.json_lines import ResumableLines
 
@@ -62,26 +57,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return tiny.llama(eos_token_id=END_ID)
-
-
-def ragged_prompts(count: int = 11) -> list[list[int]]:
-    """Prompts of 1 to 40 tokens, out of order."""
-    lengths = [1 + (7 * i * i + 3 * i) % 40 for i in range(count)]
-    return [tiny.prompt(length, seed=i)["input_ids"][0].tolist() for i, length in enumerate(lengths)]
-
-
-def greedy_by_generate(target: PreTrainedModel, prompt: list[int], limit: int, end_ids: list[int]) -> list[int]:
-    """The new tokens of plain `generate` for one row, the end token included."""
-    ids = torch.tensor([prompt])
-    settings = {"do_sample": False, "max_new_tokens": limit, "pad_token_id": tiny.PAD_ID}
-    output = target.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=end_ids or None, **settings)
-    return output[0, len(prompt) :].tolist()
-
-
-def completed(decoder: Any, requests: list[Request]) -> dict[int, Completion]:
-    completions = list(decoder.run(requests))
-    assert len({c.key for c in completions}) == len(completions) == len(requests)
-    return {c.key: c for c in completions}
 
 
 def word_rows(count: int) -> list[dict[str, Any]]:
@@ -116,184 +91,6 @@ class Echo(ResponseWriter):
             yield conversation.output_row()
 
 
-# ---------------------------------------------------------------------------------------------------- fast decoding
-
-
-@pytest.mark.parametrize(("family", "slots"), [*((family, 4) for family in tiny.TARGETS), ("llama", 1), ("qwen3", 16)])
-def test_greedy_rows_equal_plain_generate(family: str, slots: int) -> None:
-    target, limit, end_ids = tiny.TARGETS[family](), 8, [3, 9, 17, 25, 40, 77]
-    prompts = ragged_prompts()
-    kind = SlotDecoder if unsupported_reason(target, max_length=60) is None else PlainDecoder
-    requests = [Request(i, prompt, limit) for i, prompt in enumerate(prompts)]
-    completions = completed(kind(target, Sampling(do_sample=False), end_ids, slots), requests)
-    for i, prompt in enumerate(prompts):
-        expected = greedy_by_generate(target, prompt, limit, end_ids)
-        finished = expected[-1] in end_ids
-        assert completions[i].token_ids == (expected[:-1] if finished else expected)
-        assert completions[i].end_id == (expected[-1] if finished else None)
-
-
-def test_which_targets_are_served_fast() -> None:
-    served = {family for family, build in tiny.TARGETS.items() if unsupported_reason(build(), max_length=200) is None}
-    assert served == set(tiny.TARGETS) - set(tiny.HYBRID_TARGETS)
-
-
-LENGTH_DEPENDENT_ROPE = {
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": 32,
-    },
-}
-
-
-@pytest.mark.parametrize("kind", LENGTH_DEPENDENT_ROPE)
-def test_frequencies_that_follow_the_longest_row_are_served_up_to_where_they_start_to(kind: str) -> None:
-    target = tiny.llama(rope_parameters=LENGTH_DEPENDENT_ROPE[kind], max_position_embeddings=32)
-    assert unsupported_reason(target, max_length=32) is None
-    assert "original RoPE length of 32 tokens" in unsupported_reason(target, max_length=33)
-    prompts = [prompt for prompt in ragged_prompts() if len(prompt) <= 20]
-    completions = completed(
-        SlotDecoder(target, Sampling(do_sample=False), [], 4), [Request(i, p, 12) for i, p in enumerate(prompts)]
-    )
-    for i, prompt in enumerate(prompts):
-        assert completions[i].token_ids == greedy_by_generate(target, prompt, 12, [])
-
-
-def test_alibi_is_not_served_fast() -> None:
-    config = {"vocab_size": tiny.VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    falcon = FalconForCausalLM(FalconConfig(**config, alibi=True))
-    assert "ALiBi" in unsupported_reason(falcon)
-    assert unsupported_reason(FalconForCausalLM(FalconConfig(**config, alibi=False))) is None
-
-
-def test_the_attention_implementation_comes_back(target: PreTrainedModel) -> None:
-    before = target.config._attn_implementation
-    run = SlotDecoder(target, Sampling(do_sample=False), [], 2).run([Request(0, [5, 6], 4), Request(1, [7], 9)])
-    next(run)
-    run.close()
-    assert target.config._attn_implementation == before
-
-
-def test_submitted_requests_are_served_before_the_rest(target: PreTrainedModel) -> None:
-    decoder = SlotDecoder(target, Sampling(do_sample=False), [], slots=1)
-    order = []
-    for completion in decoder.run([Request(0, [5, 6], 3), Request(1, [7], 3)]):
-        order.append(completion.key)
-        if completion.key == 0:
-            decoder.submit(Request(2, [9, 9], 3))
-    assert order == [0, 2, 1]
-
-
-def test_sampled_responses_do_not_depend_on_their_neighbours(target: PreTrainedModel) -> None:
-    requests = [Request(i, prompt, 10, seed=100 + i) for i, prompt in enumerate(ragged_prompts())]
-    sampling = Sampling(temperature=0.8)
-    few = completed(SlotDecoder(target, sampling, [END_ID], slots=2), requests)
-    many = completed(SlotDecoder(target, sampling, [END_ID], slots=16), requests[::-1])
-    assert few == many
-    other_seeds = [Request(r.key, r.input_ids, 10, seed=r.seed + 50) for r in requests]
-    assert completed(SlotDecoder(target, sampling, [END_ID], slots=16), other_seeds) != many
-
-
-def test_an_empty_prompt_is_refused(target: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        list(SlotDecoder(target, Sampling(), [], 2).run([Request(0, [], 4)]))
-
-
-# -------------------------------------------------------------------------------------------------------- sampling distribution
-
-
-def p_value_of(counts: torch.Tensor, probs: torch.Tensor) -> float:
-    """p-value of a chi-squared test; tokens expected fewer than five times are merged. An impossible token gives 0."""
-    if counts[probs == 0].any():
-        return 0.0
-    expected = probs.double() / probs.double().sum() * counts.sum()
-    common = expected >= 5
-    pairs = [(counts[common], expected[common]), (counts[~common].sum()[None], expected[~common].sum()[None])]
-    observed, hoped = (torch.cat(part).double() for part in zip(*pairs, strict=True))
-    kept = hoped > 1e-9
-    return float(chisquare(observed[kept], hoped[kept] * (observed[kept].sum() / hoped[kept].sum())).pvalue)
-
-
-def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The distribution by transformers' own warpers."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None].float())
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    return scores.softmax(-1)[0]
-
-
-DISTRIBUTIONS = {
-    "temperature": Sampling(temperature=0.7),
-    "top-k": Sampling(temperature=1.3, top_k=7),
-    "top-p": Sampling(temperature=1.0, top_p=0.8),
-    "top-k and top-p": Sampling(temperature=0.9, top_k=20, top_p=0.9),
-}
-
-
-@pytest.mark.statistical
-@pytest.mark.parametrize("sampling", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
-@pytest.mark.parametrize("vocab_size", [40, 1000])
-def test_drawn_tokens_follow_the_distribution_of_generate(sampling: Sampling, vocab_size: int) -> None:
-    logits, draws = 2 * torch.randn(vocab_size), 20_000
-    rows = logits.expand(2000, -1)
-    tokens = torch.cat([sample_tokens(rows, torch.rand(2000), sampling) for _ in range(draws // 2000)])
-    counts = torch.bincount(tokens, minlength=vocab_size)
-    assert p_value_of(counts, warped(logits, sampling)) > 1e-4
-    wrong = Sampling(temperature=1.15 * sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    assert p_value_of(counts, warped(logits, wrong)) < 1e-6
-
-
-@pytest.mark.statistical
-def test_first_two_tokens_of_responses_follow_the_target() -> None:
-    target = tiny.bigram()
-    draws, first = 3000, 5
-    distribution = (tiny.transition_logits(target) / 1.5).softmax(-1)  # [V, V]
-    requests = [Request(i, [8, first], 2, seed=i) for i in range(draws)]
-    completions = completed(SlotDecoder(target, Sampling(temperature=1.5), [], slots=500), requests).values()
-    counts = torch.zeros(2, tiny.VOCAB_SIZE)
-    for completion in completions:
-        counts[0, completion.token_ids[0]] += 1
-        counts[1, completion.token_ids[1]] += 1
-    assert p_value_of(counts[0], distribution[first]) > 1e-4
-    assert p_value_of(counts[1], distribution[first] @ distribution) > 1e-4
-    assert p_value_of(counts[0], distribution[8]) < 1e-6
-
-
-def test_top_p_beyond_the_first_sorted_tokens() -> None:
-    logits = torch.zeros(2000)  # uniform: 90 % of the mass needs 1800 tokens
-    uniforms = torch.linspace(0, 0.9999, 5000)
-    kept = sample_tokens(logits.expand(5000, -1), uniforms, Sampling(top_p=0.9)).unique()
-    assert 1795 <= len(kept) <= 1805
-
-
-def test_inverting_never_takes_a_token_of_weight_zero() -> None:
-    weights = torch.zeros(3, 700)
-    weights[:, 300] = 1e-30
-    weights[1, 600] = 1.0
-    uniforms = torch.tensor([0.0, 1 - 2**-24, 1 - 2**-24])
-    assert invert_cumulative(weights, uniforms).tolist() == [300, 600, 300]
-
-
-def test_sampling_leaves_the_logits_alone() -> None:
-    logits = torch.randn(2, 50)
-    before = logits.clone()
-    sample_tokens(logits, torch.rand(2), Sampling(temperature=0.5, top_p=0.9))
-    assert torch.equal(logits, before)
-
-
-def test_uniform_numbers_come_from_the_seed() -> None:
-    assert torch.equal(draw_uniforms(3, 8), draw_uniforms(3, 8))
-    assert not torch.equal(draw_uniforms(3, 8), draw_uniforms(4, 8))
-
-
 def test_settings_go_before_the_generation_config(target: PreTrainedModel) -> None:
     config = type(target.generation_config)(do_sample=True, temperature=0.6, top_p=0.95)
     assert resolve_sampling(RegenerationSettings(), config) == Sampling(True, 0.6, 50, 0.95)
@@ -303,12 +100,6 @@ def test_settings_go_before_the_generation_config(target: PreTrainedModel) -> No
     plain = type(target.generation_config)()
     assert not resolve_sampling(RegenerationSettings(), plain).do_sample
     assert resolve_sampling(RegenerationSettings(temperature=0.6), plain).do_sample
-
-
-@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_contradictory_sampling_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Sampling(**wrong)
 
 
 # ----------------------------------------------------------------------------------------------------------- the file
