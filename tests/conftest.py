@@ -20,14 +20,21 @@ TESTS = Path(__file__).parent
 
 pytest_plugins = ["hub_server"]
 
-# Tests here touch what transformers keeps to itself, so they run on the lowest supported version as well.
+# Tests here rely on internals of transformers, so they run on the lowest supported version as well.
 INTEGRATION_FOLDERS = (TESTS / "generation",)
-# Tests here compare what is computed; `make test-numeric` runs them where results are rounded differently.
-NUMERIC = (
-    *(TESTS / folder for folder in ("checkpoints", "evaluation", "generation", "scheduling", "training")),
-    *TESTS.glob("test_*.py"),
-)
-NOT_NUMERIC = {"test_architecture.py", "test_documents.py", "test_examples.py", "test_hub.py"}
+# All other tests compare what is computed; `make test-numeric` runs those where results are rounded differently.
+NOT_NUMERIC = {
+    TESTS / name
+    for name in (
+        "cli",
+        "conversations",
+        "storage",
+        "test_architecture.py",
+        "test_documents.py",
+        "test_examples.py",
+        "test_hub.py",
+    )
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in INTEGRATION_FOLDERS):
             item.add_marker(pytest.mark.integration)
-        if not {item.path, *item.path.parents}.isdisjoint(NUMERIC) and item.path.name not in NOT_NUMERIC:
+        if NOT_NUMERIC.isdisjoint((item.path, *item.path.parents)):
             item.add_marker(pytest.mark.numeric)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
