@@ -204,7 +204,7 @@ def answer(options):
 
 
 def follow(options):
-    """Every drafter along every answer. Drafters run in bfloat16, as they were saved; the target's law is float32."""
+    """Every drafter along every answer. Drafters run in bfloat16, as they were saved; the target's distribution is float32."""
     target, tokenizer = load_target("float32")
     todo = [name for name in options.only or VARIANTS if (options.runs / name / "done.json").exists()]
     todo = [name for name in todo if not replays_file(options, name).exists()]

@@ -124,7 +124,7 @@ def dflash_package_loop(target, drafter, settings: dict, eos_ids: list[int] | No
             return output.last_hidden_state
 
         def propose(self, hidden, anchor_ids, output_head, temperature):
-            """Draws left to right: ids `[1, G]`, nothing, and the laws they were drawn from `[1, G, V]`."""
+            """Draws left to right: ids `[1, G]`, nothing, and the distributions they were drawn from `[1, G, V]`."""
             scores, ids, probs = draft_head(hidden), [anchor_ids[:, None]], []
             for slot in range(scores.shape[1]):
                 now = scores[:, slot]

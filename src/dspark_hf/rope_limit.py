@@ -12,7 +12,7 @@ class RopeLimit(NamedTuple):
     """
     The length up to which the rotary frequencies of a target are the original ones.
 
-    They are chosen anew in each pass by its largest position, for all of its tokens. So a draft beyond the limit would change
+    Each pass chooses them by its largest position, for all of its tokens. So a draft beyond the limit would change
     how the tokens before it are rotated, where token-by-token decoding rotates each by its own position.
 
     Args:

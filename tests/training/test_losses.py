@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from dspark_hf.training.losses import DraftTargets, TargetLaw, eager_losses, losses_and_gradient
+from dspark_hf.training.losses import DraftTargets, TargetDistribution, eager_losses, losses_and_gradient
 
 TARGETS = {"qwen3": tiny.qwen3, "soft_capped": tiny.gemma4}
 DRAFTERS = {
@@ -53,15 +53,15 @@ def test_the_gradient_equals_autograds(outside):
     logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
     probs = torch.randn(6, 11, dtype=torch.float64).softmax(-1) * (1 - outside)
     labels = torch.tensor([0, 3, 10, 5, -1, 2])
-    law = TargetLaw(probs, 1 - probs.sum(-1), labels)
+    distribution = TargetDistribution(probs, 1 - probs.sum(-1), labels)
     ce_weights, tv_weights = torch.rand(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
-    losses = eager_losses(logits.double(), law, labels, labels)
+    losses = eager_losses(logits.double(), distribution, labels, labels)
     log_probs = logits.log_softmax(-1)  # eager_losses computes in float32
-    tv = (log_probs.exp() - probs).abs().sum(-1) + law.outside
+    tv = (log_probs.exp() - probs).abs().sum(-1) + distribution.outside
     ce = -log_probs.gather(-1, labels.clamp_min(0)[:, None]).squeeze(-1) * (labels >= 0)
     (ce_weights * ce + tv_weights * tv).sum().backward()
     fast, gradient = losses_and_gradient(
-        logits.detach().clone(), law._replace(probs=probs.clone()), labels, labels, ce_weights, tv_weights
+        logits.detach().clone(), distribution._replace(probs=probs.clone()), labels, labels, ce_weights, tv_weights
     )
     torch.testing.assert_close(gradient, logits.grad)
     torch.testing.assert_close(fast.cross_entropy, ce.detach())
@@ -71,8 +71,8 @@ def test_the_gradient_equals_autograds(outside):
 
 
 def test_total_variation_is_not_halved_and_counts_what_the_draft_vocabulary_lacks():
-    law = TargetLaw(torch.tensor([[0.5, 0.1]]), torch.tensor([0.4]), torch.tensor([1]))
-    losses = eager_losses(torch.tensor([[0.25, 0.75]]).log(), law, torch.tensor([-1]), torch.tensor([1]))
+    distribution = TargetDistribution(torch.tensor([[0.5, 0.1]]), torch.tensor([0.4]), torch.tensor([1]))
+    losses = eager_losses(torch.tensor([[0.25, 0.75]]).log(), distribution, torch.tensor([-1]), torch.tensor([1]))
     assert float(losses.total_variation) == pytest.approx(0.25 + 0.65 + 0.4)
     assert float(losses.cross_entropy) == 0  # The true token cannot be drafted: nothing to learn from it.
     assert bool(losses.agrees)
@@ -86,9 +86,9 @@ def test_cached_normalizers_give_the_distribution_over_the_full_vocabulary(make_
     logits = target.get_output_embeddings()(states)
     plain = DraftTargets(torch.zeros(5, dtype=torch.long), states, torch.ones(5))
     cached = plain._replace(log_normalizers=logits.logsumexp(-1), greedy_ids=logits.argmax(-1))
-    for found, expected in zip(head.law(cached), head.law(plain), strict=True):
+    for found, expected in zip(head.distribution(cached), head.distribution(plain), strict=True):
         torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(head.law(plain).probs, logits.softmax(-1)[:, :40])
+    torch.testing.assert_close(head.distribution(plain).probs, logits.softmax(-1)[:, :40])
 
 
 def test_a_perfect_drafter_is_expected_to_pass_whole_blocks(make_trainer):

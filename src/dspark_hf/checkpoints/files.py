@@ -22,7 +22,7 @@ from transformers.utils import (
 
 Shape = tuple[int, ...]
 
-# What a drafter's own generation_config.json says: drafts a round, the confidence that ends a round's drafts, the name of
+# What a drafter's own generation_config.json says: drafts per round, the confidence that ends a round's drafts, the name of
 # the scheduler that decides on them, and whether drafting pauses where it does not pay.
 GENERATION_SETTINGS = (
     "num_assistant_tokens",

@@ -156,7 +156,7 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"{', '.join(copied)} copied from the target: ignored"
     proposals = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     if (tokens := proposals[0].get("speculative_tokens")) not in (None, config.num_draft_tokens):
-        yield f"it asks for {tokens} drafts a round, but its block gives {config.num_draft_tokens}"
+        yield f"it asks for {tokens} drafts per round, but its block gives {config.num_draft_tokens}"
     yield from _odd_taps(config)
     if frozen := [name for name in OPTIONAL_TENSORS if name in checkpoint.tensors and not config.draft_vocab_size]:
         yield f"it holds copies of the target's {' and '.join(frozen)} (borrow_embeddings=True leaves them unread)"

@@ -39,7 +39,7 @@ class Rollback:
         memory than the layers keep.
 
         Args:
-            cache: The target's cache, which the prompt's pass may have made anew.
+            cache: The target's cache, which the prompt's pass may have replaced.
         """
         self.cache = cache
         self._check_layers()

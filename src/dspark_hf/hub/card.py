@@ -25,8 +25,8 @@ MOST_CURVE_POINTS = 12
 
 _BLANK = "# Model Card for Model ID"  # PEFT's, with nothing filled in.
 
-# At the end of a card that may be made anew: it holds the digest of what is above it.
-_MARK = re.compile(r"\n<!-- Made by dspark-hf, and made anew at a push unless it was changed. (\w+) -->\n\Z")
+# At the end of a generated card. It holds a digest of the text above it, so that an edited card is never overwritten.
+_MARK = re.compile(r"\n<!-- Made by dspark-hf, and replaced at the next push unless edited. (\w+) -->\n\Z")
 
 
 def build_card(
@@ -101,7 +101,7 @@ def build_card(
     )
     card.text = re.sub(r"\n{3,}", "\n\n", card.text).rstrip() + "\n"
     card.text += (
-        f"\n<!-- Made by dspark-hf, and made anew at a push unless it was changed. {_card_digest(card.content)} -->\n"
+        f"\n<!-- Made by dspark-hf, and replaced at the next push unless edited. {_card_digest(card.content)} -->\n"
     )
     return card
 
@@ -155,7 +155,7 @@ def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[
         return {}
     try:
         theirs = HfApi(token=token).model_info(base_model).card_data
-    except Exception:  # Unknown or private there, no network, offline mode: the card says less, the push goes on.
+    except Exception:  # Unknown or private there, no network, offline mode: the card says less, and the push continues.
         return {}
     found = {name: theirs.get(name) for name in ("license", "license_name", "license_link")} if theirs else {}
     return {name: value for name, value in found.items() if isinstance(value, str)}

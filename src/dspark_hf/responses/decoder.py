@@ -1,4 +1,4 @@
-"""Continuous batched decoding with a plain transformers model: many independent requests, as many tokens a second as fit.
+"""Continuous batched decoding with a plain transformers model: many independent requests, as many tokens per second as fit.
 
 What makes it faster than batched `generate`:
 

@@ -26,17 +26,17 @@ def self_prompt(
     min_chars: int = 12,
     progress: bool = True,
 ) -> int:
-    """Let an instruct target write prompts: it is given the template up to where the user speaks, and goes on.
+    """Let an instruct target write prompts: it gets the chat template up to the start of a user turn, and continues it.
 
     From "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing" (arXiv 2406.08464).
-    Kept are texts that end by themselves, have `min_chars` characters and were not written before (case and spaces
-    apart). Candidates are drawn in rounds of as many as are lacking and each round is run to its end, since stopping
-    at the first ones to finish would favour short prompts. So a run that goes on passes through the same rounds again,
-    and draws those candidates of them that are not in the file: the ones under way when it was stopped, and, by their
-    seeds to the same end, those that were not kept.
+    A text is kept if it ended by itself, has at least `min_chars` characters and differs from all earlier ones by more
+    than case and spaces. Each round draws as many candidates as are still missing and waits for all of them: taking the
+    first ones to finish would favour short prompts. A resumed run repeats the same rounds. It draws only the candidates
+    that are not in the file: those that were unfinished when it stopped, and those that were rejected, which come out
+    the same because their seeds are the same.
 
     Args:
-        num_prompts: rows that `output` shall have in the end; a stopped run goes on.
+        num_prompts: rows that `output` holds in the end; an interrupted run resumes.
         output: JSON lines with `id` (the candidate's number, which also seeds it), `source` ("self") and `prompt`.
         settings: sampling; by default temperature 1.0, all tokens, at most 256 of them.
         system_prompt: steers what the user asks about; None leaves it to the template.

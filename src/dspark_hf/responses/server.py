@@ -157,7 +157,7 @@ class ServerRegenerator(ResponseWriter):
                 if tries > len(waits_s) or self.stopped.wait(max(waits_s[tries - 1], reason.after_s)):
                     raise ConnectionError(
                         f"No answer from {self.url} after {tries} tries ({reason}). Start the server, or check the "
-                        "address; what is written so far is kept, and the same command goes on from there."
+                        "address; what is written so far is kept, and the same command resumes from there."
                     ) from reason
 
     def send(self, body: bytes) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def count_until_no_gain(throughput: np.ndarray) -> int:
     """
     Candidates in front of the first that does not raise the throughput: the early stop of Algorithm 1.
 
-    Stopping there is what keeps the output law exact. Whether a draft is verified may depend on what ranks above it only:
-    what ranks below may know the drafted token, and looking at it would favour some tokens over others (appendix A).
+    Stopping there keeps the output distribution exact. Whether a draft is verified may only depend on what ranks above
+    it: what ranks below may depend on the drafted token, and looking at it would favour some tokens (appendix A).
     """
     no_gain = np.flatnonzero(throughput[1:] <= throughput[:-1])
     return int(no_gain[0]) if len(no_gain) else len(throughput) - 1

@@ -1,7 +1,7 @@
 """When drafting does not pay, it is left out for a while: low acceptance must not cost.
 
 The verify schedulers decide after a round has been drafted, so its drafting cost is spent whatever they say. This
-decides before, from earlier rounds only, which keeps the output law exact.
+decides before, from earlier rounds only, which keeps the output distribution exact.
 """
 
 from __future__ import annotations

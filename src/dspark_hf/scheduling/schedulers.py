@@ -1,4 +1,4 @@
-"""How many drafts each row sends to the target, decided anew each round. One interface, four ways (paper section 4).
+"""How many drafts each row sends to the target, decided in every round. One interface, four implementations (paper section 4).
 
 None of them may let a drafted token decide whether it is verified itself: `c_k` is computed before `x_k` is drawn, so a
 decision about slot `k` may use the confidences of slots up to `k`, and those of other rows, which know nothing of `x_k`.
@@ -147,7 +147,7 @@ class ConfidenceThreshold(VerifyScheduler):
 
 class ThroughputScheduler(VerifyScheduler):
     """
-    Verifies drafts, the likeliest first, while each raises the expected tokens a second (Algorithm 1, with its early stop).
+    Verifies drafts, the likeliest first, while each raises the expected tokens per second (Algorithm 1, with its early stop).
 
     It finds the best choice of all when the throughput rises, then falls, as drafts are added: with a smooth cost curve. On
     a curve with steps it stops in front of a step that might have paid; [`AsyncThroughputScheduler`] does not.

@@ -1,7 +1,7 @@
 """Which positions of a sequence start a training block, and which of a block's slots count (paper section 4).
 
 A block's anchor is a token of a response that is followed by a token of the response. Draft `j` (0-based) of the block
-predicts the token at `anchor + 1 + j` from the token at `anchor + j`, and its target law is the target's at that same
+predicts the token at `anchor + 1 + j` from the token at `anchor + j`, and its target distribution is the target's at that same
 position `anchor + j`.
 """
 

@@ -49,7 +49,7 @@ class DSparkCollator:
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Anchors are drawn anew every epoch."""
+        """Anchors are drawn again in every epoch."""
         self._epoch.fill_(epoch)
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ A cache makes training several times faster when it sees its data more than once
     index.json              what was cached, and the rows of each shard
     shard-00000.safetensors tokens and features of some rows, one after the other
 
-[`CachePlan`] can leave out what no block reads. Shards are written whole and then listed, so a caching run that was
-stopped goes on after the last whole shard.
+[`CachePlan`] can leave out what no block reads. A shard is listed only once it is complete, so an interrupted run
+resumes after the last complete shard.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class CachePlan:
             raise ValueError(f"Features cannot be kept as {self.dtype}: give bfloat16, float16 or float32.")
 
     def anchor_mask(self, row: Mapping[str, Any]) -> torch.Tensor | None:
-        """The fixed anchors of a row, bool `[T]`; `None` where they are drawn anew every epoch."""
+        """The fixed anchors of a row, bool `[T]`; `None` where they are drawn again in every epoch."""
         if self.positions != "anchors":
             return None
         ids, loss_mask = _tokens(row)
@@ -322,7 +322,7 @@ class CachedFeatureDataset(Dataset):
         self.files = [shard["file"] for shard in index["shards"]]
         self.lengths = [length for shard in index["shards"] for length in shard["lengths"]]
         self.first_rows: list[int] = []
-        # Where each row begins, by kind of tensor: those of tokens, of context features and of laws.
+        # Where each row begins, by kind of tensor: those of tokens, of context features and of distributions.
         self.spans: dict[str, list[tuple[int, int]]] = {"lengths": [], "context_lengths": [], "law_lengths": []}
         for shard in index["shards"]:
             self.first_rows.append(len(self.spans["lengths"]))
@@ -497,10 +497,10 @@ class _ShardWriter:
                 **({} if anchor_mask is None else {"anchor_mask": anchor_mask}),
                 "context_features": self.on_disk(features.context_features[index, :size]),
                 "last_hidden_states": self.on_disk(states),
-                **self.laws(states, loss_mask[kept]),
+                **self.distributions(states, loss_mask[kept]),
             }
 
-    def laws(self, states: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    def distributions(self, states: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """Normalizers and most likely tokens, where drafts may be compared; for reduced draft vocabularies only."""
         if self.head is None:
             return {}

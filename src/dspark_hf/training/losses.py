@@ -68,9 +68,9 @@ class DraftLosses(NamedTuple):
     agrees: torch.Tensor
 
 
-class TargetLaw(NamedTuple):
+class TargetDistribution(NamedTuple):
     """
-    The target's law over the draft vocabulary.
+    The target's distribution over the draft vocabulary.
 
     Args:
         probs (`[N, V_draft]`): float32; sums to less than 1 where the draft vocabulary is reduced.
@@ -85,7 +85,7 @@ class TargetLaw(NamedTuple):
 
 class TargetHead:
     """
-    The target's law from its last hidden states.
+    The target's distribution from its last hidden states.
 
     Args:
         embeddings (`SharedEmbeddings`): The target's own embedding and LM head, with the drafter's draft vocabulary.
@@ -99,20 +99,20 @@ class TargetHead:
         self.draft_token_ids = ids
 
     @torch.no_grad()
-    def law(self, targets: DraftTargets) -> TargetLaw:
-        """`[N, D]` hidden states -> the law of each."""
+    def distribution(self, targets: DraftTargets) -> TargetDistribution:
+        """`[N, D]` hidden states -> the distribution of each."""
         ids = self.draft_token_ids
         if ids is None or targets.log_normalizers is None or targets.greedy_ids is None:
             logits = self.rule(self.embeddings.target_logits(targets.hidden_states))  # [N, V]
             probs, greedy_ids = logits.softmax(dim=-1), logits.argmax(dim=-1)
             if ids is None:
-                return TargetLaw(probs, probs.new_zeros(probs.shape[:-1]), greedy_ids)
+                return TargetDistribution(probs, probs.new_zeros(probs.shape[:-1]), greedy_ids)
             probs = probs[..., ids.to(probs.device)]
         else:
             logits = self.rule(self.embeddings.logits(targets.hidden_states))  # [N, V_draft]
             probs, greedy_ids = logits.sub_(targets.log_normalizers[..., None]).exp_(), targets.greedy_ids
         outside = (1 - probs.sum(dim=-1)).clamp_min(0)
-        return TargetLaw(probs, outside, greedy_ids)
+        return TargetDistribution(probs, outside, greedy_ids)
 
     def draft_indices(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Where tokens are in the draft vocabulary; -1 for those that are not."""
@@ -132,27 +132,27 @@ def draft_indices(draft_token_ids: torch.Tensor | None, token_ids: torch.Tensor)
 
 
 def eager_losses(
-    draft_logits: torch.Tensor, law: TargetLaw, label_index: torch.Tensor, greedy_index: torch.Tensor
+    draft_logits: torch.Tensor, distribution: TargetDistribution, label_index: torch.Tensor, greedy_index: torch.Tensor
 ) -> DraftLosses:
     """
     The definition, for logits that fit in memory.
 
     Args:
         draft_logits: Base logits plus transition bias, `[N, V_draft]`.
-        law: The target's.
+        distribution: The target's.
         label_index, greedy_index: The true token and the target's most likely one in the draft vocabulary, `[N]`; -1
             outside it. A true token outside has no cross-entropy: nothing the drafter does could lower it.
     """
     log_probs = draft_logits.float().log_softmax(dim=-1)  # [N, V_draft]
     cross_entropy = -log_probs.gather(-1, label_index.clamp_min(0)[..., None]).squeeze(-1)
     cross_entropy = cross_entropy * (label_index >= 0)
-    total_variation = (log_probs.exp() - law.probs).abs().sum(dim=-1) + law.outside
+    total_variation = (log_probs.exp() - distribution.probs).abs().sum(dim=-1) + distribution.outside
     return DraftLosses(cross_entropy, total_variation, draft_logits.argmax(dim=-1) == greedy_index)
 
 
 def losses_and_gradient(
     draft_logits: torch.Tensor,
-    law: TargetLaw,
+    distribution: TargetDistribution,
     label_index: torch.Tensor,
     greedy_index: torch.Tensor,
     ce_weights: torch.Tensor,
@@ -162,7 +162,7 @@ def losses_and_gradient(
     As [`eager_losses`], and the gradient of `sum(ce_weights * CE + tv_weights * TV)` with respect to the logits.
 
     With `s = sign(p_d - p_t)` it is `ce (p_d - onehot) + tv p_d (s - <p_d, s>)`. Works in place: the logits and the
-    law's probabilities are destroyed.
+    distribution's probabilities are destroyed.
     """
     inside = label_index >= 0
     label_index = label_index.clamp_min(0)[:, None]
@@ -173,8 +173,8 @@ def losses_and_gradient(
     normalizers = probs.sum(dim=-1, keepdim=True)
     probs /= normalizers
     cross_entropy = (normalizers.squeeze(-1).log() - label_logits) * inside
-    signs = torch.sub(probs, law.probs, out=law.probs)
-    total_variation = torch.linalg.vector_norm(signs, 1, dim=-1) + law.outside
+    signs = torch.sub(probs, distribution.probs, out=distribution.probs)
+    total_variation = torch.linalg.vector_norm(signs, 1, dim=-1) + distribution.outside
     signs.sign_()
     ce_weights = (ce_weights * inside)[:, None]
     tv_weights = tv_weights[:, None]
@@ -247,7 +247,7 @@ def chunked_losses(
     `sum(w (ce_weight CE + tv_weight TV))` over all drafts, differentiable, and the losses of each draft, which are not.
 
     Args:
-        drafter, embeddings, head: Whose logits and law.
+        drafter, embeddings, head: Whose logits and distribution.
         hidden_states: The backbone's, `[N, D]`.
         features: Of `drafter.sequential_features`, `[N, r]`; `None` where it has none.
         targets: What to compare with, `[N]`.
@@ -260,12 +260,12 @@ def chunked_losses(
         logits = drafter.draft_logits(hidden, feature, embeddings)
         some = targets.select(chunk)
         with torch.no_grad():
-            law = head.law(some)
-            greedy_index = head.draft_indices(law.greedy_ids)
+            distribution = head.distribution(some)
+            greedy_index = head.draft_indices(distribution.greedy_ids)
             ce_weights, tv_weights = some.weights * weights.ce, some.weights * weights.tv
             values = logits.detach() if feature is not None else logits.detach().clone()  # Overwritten below.
             losses, gradient = losses_and_gradient(
-                values, law, label_index[chunk], greedy_index, ce_weights, tv_weights
+                values, distribution, label_index[chunk], greedy_index, ce_weights, tv_weights
             )
             loss = (ce_weights * losses.cross_entropy + tv_weights * losses.total_variation).sum()
         return logits, losses, gradient, loss
@@ -286,7 +286,7 @@ class DSparkObjective:
     The loss of one micro-batch, as `drafter.forward(..., objective=...)` calls it.
 
     Args:
-        head (`TargetHead`): The target's law.
+        head (`TargetHead`): The target's distribution.
         embeddings (`SharedEmbeddings`): The drafter's.
         targets (`DraftTargets`): Of shape `[B, A, J]`.
         previous_ids (`torch.Tensor`): The true token before each draft, `[B, A, J]` (teacher forcing).
@@ -339,9 +339,14 @@ class DSparkObjective:
 
     def eager(self, drafter, hidden, features, targets: DraftTargets) -> tuple[torch.Tensor, DraftLosses]:
         """The readable form of [`chunked_losses`]."""
-        law = self.head.law(targets)
-        label_index, greedy_index = self.head.draft_indices(targets.labels), self.head.draft_indices(law.greedy_ids)
-        losses = eager_losses(drafter.draft_logits(hidden, features, self.embeddings), law, label_index, greedy_index)
+        distribution = self.head.distribution(targets)
+        label_index, greedy_index = (
+            self.head.draft_indices(targets.labels),
+            self.head.draft_indices(distribution.greedy_ids),
+        )
+        losses = eager_losses(
+            drafter.draft_logits(hidden, features, self.embeddings), distribution, label_index, greedy_index
+        )
         terms = self.weights.ce * losses.cross_entropy + self.weights.tv * losses.total_variation
         return (terms * targets.weights).sum(), losses
 

@@ -1,4 +1,4 @@
-"""What a target does to the output of its LM head before it is the logits of its law: a factor, then a soft cap.
+"""What a target does to the output of its LM head before it is the logits of its distribution: a factor, then a soft cap.
 
 Families name the factor differently, and one name multiplies here and divides there (Cohere's `logit_scale`, Granite's
 `logits_scaling`, HyperCLOVA X's `logits_scaling`, Falcon-H1's `lm_head_multiplier`), so it is measured, not read.
@@ -29,7 +29,7 @@ class LogitRule(NamedTuple):
     softcap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The head's output `[..., V]` -> the law's logits, float32, in memory of their own."""
+        """The head's output `[..., V]` -> the distribution's logits, float32, in memory of their own."""
         logits = logits.to(torch.float32, copy=True)
         if self.scale != 1.0:
             logits.mul_(self.scale)
@@ -45,7 +45,7 @@ def logit_rule(target: PreTrainedModel) -> LogitRule:
 
     Raises:
         ValueError: when no factor and the configured soft cap explain the logits. Training would then teach the
-            drafter another law than the one that verifies its drafts.
+            drafter another distribution than the one that verifies its drafts.
     """
     text = target.config.get_text_config(decoder=True)
     softcap = getattr(text, "final_logit_softcapping", None)
@@ -62,7 +62,7 @@ def logit_rule(target: PreTrainedModel) -> LogitRule:
     if unexplained > _UNEXPLAINED:
         raise ValueError(
             f"The logits of {type(target).__name__} are not its LM head's output times a factor, under a soft cap of "
-            f"{softcap} ({unexplained:.0%} of them is unexplained), so its law cannot be computed from hidden states "
+            f"{softcap} ({unexplained:.0%} of them is unexplained), so its distribution cannot be computed from hidden states "
             "and a drafter would learn another one. Train for a target of another family."
         )
     return LogitRule(1.0 if abs(scale - 1) < _SAME else scale, softcap)

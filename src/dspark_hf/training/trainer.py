@@ -127,11 +127,11 @@ class DSparkTrainer(TrainerHooks, Trainer):
         print_lines(self)
 
     def _bind(self, drafter: Drafter) -> None:
-        """What the drafter speaks through, and the law it is compared with."""
+        """What the drafter speaks through, and the distribution it is compared with."""
         self.embeddings = drafter.bind(self.target)
         embed_tokens, lm_head = target_embeddings(self.target)
         theirs = self.embeddings
-        if theirs.lm_head is not lm_head:  # The drafter has a head of its own; the law is the target's.
+        if theirs.lm_head is not lm_head:  # The drafter has a head of its own; the distribution is the target's.
             theirs = SharedEmbeddings(embed_tokens, lm_head, draft_token_ids=drafter.draft_token_ids)
         self.target_head = TargetHead(theirs, self._logit_rule)
 

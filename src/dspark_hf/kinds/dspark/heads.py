@@ -90,7 +90,7 @@ class ConfidenceHead(nn.Module):
     Predicts, for each slot, the probability that its draft passes given that all before it passed.
 
     It reads `h_k` and, optionally, the Markov embedding of `x_{k-1}`; never `x_k`, so cutting on it keeps the output
-    law exact (paper section 3.3).
+    distribution exact (paper section 3.3).
     """
 
     def __init__(self, config: DSparkConfig):
