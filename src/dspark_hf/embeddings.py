@@ -63,7 +63,7 @@ class SharedEmbeddings:
         The head's weight over the draft vocabulary, `[V_draft, D]`, not a copy where the head gives no other tokens.
 
         Raises:
-            ValueError: when the head holds no plain weight, as quantized and offloaded ones.
+            ValueError: when the head is more than a plain weight: quantized, offloaded or with a bias.
         """
         if self._gathered_rows is not None:
             return self._gathered_rows
@@ -72,6 +72,10 @@ class SharedEmbeddings:
             raise ValueError(
                 f"The target's LM head ({type(self.lm_head).__name__}) is quantized or offloaded, so its weight cannot be "
                 "copied: bind the drafter to an unquantized target in memory."
+            )
+        if getattr(self.lm_head, "bias", None) is not None:
+            raise ValueError(
+                "The target's LM head has a bias, for which the drafter's has no place: it cannot be copied."
             )
         return weight if self.draft_token_ids is None else weight[self.draft_token_ids.to(weight.device)]
 

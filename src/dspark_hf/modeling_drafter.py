@@ -40,9 +40,9 @@ class DrafterModel(PreTrainedModel):
     """
     A drafter without what concerns its files, which [`Drafter`] adds.
 
-    A kind says how it is built (`__init__`, which ends with `_add_embeddings()`), what `forward` computes and in training takes,
-    and answers the methods under "what each kind answers" where it differs. What can be told without weights is in its
-    [`~dspark_hf.configuration_drafter.DrafterConfig`].
+    A kind says how it is built (`__init__`, which ends with `post_init()` as in all of transformers' models), what `forward`
+    computes and what it takes in training, and answers the methods under "what each kind answers" where it differs. What can be
+    told without weights is in its [`~dspark_hf.configuration_drafter.DrafterConfig`].
     """
 
     config_class = DrafterConfig
@@ -61,8 +61,12 @@ class DrafterModel(PreTrainedModel):
     norm: DSparkRMSNorm
     draft_token_ids: torch.Tensor | None
 
-    def _add_embeddings(self) -> None:
-        """The last step of a kind's `__init__`: its own embedding and LM head, where it has them, and initial weights."""
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        config.check()
+
+    def post_init(self) -> None:
+        """The last step of a kind's `__init__`: adds the drafter's own embedding and LM head, if any, and initial weights."""
         config = self.config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
         self.lm_head = nn.Linear(config.hidden_size, config.logits_size, bias=False) if config.has_lm_head else None
@@ -75,7 +79,7 @@ class DrafterModel(PreTrainedModel):
         self.throughput_curve: ThroughputCurve | None = None
         # Kept outside the module tree, so that the target's tensors are not moved, trained or saved as ours.
         self._binding: tuple[weakref.ref[PreTrainedModel], SharedEmbeddings] | None = None
-        self.post_init()
+        super().post_init()
         for module in (self.embed_tokens, self.lm_head):
             if module is not None:
                 module.requires_grad_(False)

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from transformers import AutoModel
 
 import tiny
 from dspark_hf import Drafter, DSparkDrafter, Eagle3Config, Eagle3Drafter
+from dspark_hf.checkpoints import inspect_checkpoint
+from dspark_hf_cli.inspect import inspect
 
 pytestmark = pytest.mark.integration
 
@@ -83,6 +86,26 @@ def test_it_is_not_exported_as_a_block_drafter(drafter, tmp_path):
     with pytest.raises(ValueError, match="EAGLE-3"):
         drafter.save_pretrained(tmp_path / "out", format="vllm-sglang")
     assert not (tmp_path / "out").exists()
+
+
+def test_it_is_inspected_as_what_it_is(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    found = inspect_checkpoint(tmp_path)
+    assert found.engines == {} and found.oddities == []
+    assert "method: EAGLE-3" in str(found) and "drafts: one after the other, up to 4 per round" in str(found)
+    assert "(llama)" in str(found) and "Markov" not in str(found)
+
+
+def test_more_drafts_than_it_was_trained_for_are_refused():
+    target = tiny.llama()
+    with pytest.raises(ValueError, match=r"num_assistant_tokens=9.*at most 4.*one after the other"):
+        target.generate(**tiny.prompt(), assistant_model=tiny.eagle3_drafter(target), num_assistant_tokens=9)
+
+
+def test_its_slots_are_not_probed(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(typer.BadParameter, match="EAGLE-3 drafters have no block"):
+        inspect(str(tmp_path), target="some/target")
 
 
 # ------------------------------------------------------------------ public formats

@@ -702,6 +702,37 @@ def test_binding_follows_the_weight_of_the_head(change) -> None:
     torch.testing.assert_close(drafter.bind(target).logits(hidden_states), expected)
 
 
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 16}], ids=["full vocabulary", "reduced vocabulary"])
+def test_a_quantized_head_is_used_but_not_copied(fields) -> None:
+    class Quantized(nn.Module):
+        """Its weight is integers, which only the module itself knows how to apply."""
+
+        def __init__(self, head: nn.Linear):
+            super().__init__()
+            self.scale = 2 / 127
+            self.weight = nn.Parameter((head.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states @ (self.weight.float() * self.scale).T
+
+    target = tiny.qwen3()
+    target.lm_head = Quantized(target.lm_head)
+    drafter = tiny.random_drafter(target, **fields)
+    states = torch.randn(3, tiny.HIDDEN_SIZE)
+    ids = slice(None) if drafter.draft_token_ids is None else drafter.draft_token_ids
+    torch.testing.assert_close(drafter.bind(target).logits(states), target.lm_head(states)[:, ids])
+    with pytest.raises(ValueError, match=r"Quantized\) is quantized or offloaded"):
+        drafter.owning_embeddings()
+
+
+def test_a_head_with_a_bias_is_used_but_not_copied() -> None:
+    drafter, target = reduced_drafter(), tiny.qwen3()
+    target.lm_head = nn.Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE)
+    assert_speaks_through(drafter, target)
+    with pytest.raises(ValueError, match="has a bias"):
+        drafter.owning_embeddings()
+
+
 def copied(drafter: nn.Module, folder: Path) -> nn.Module:
     return copy.deepcopy(drafter)
 

@@ -52,12 +52,11 @@ class BigramDrafter(Drafter):
 
     def __init__(self, config: BigramConfig):
         super().__init__(config)
-        config.check()
         size = config.hidden_size
         down, up = nn.Linear(size, config.inner_size, bias=False), nn.Linear(config.inner_size, size, bias=False)
         self.layers = nn.ModuleList([nn.Sequential(down, up)])
         self.norm = DSparkRMSNorm(size, config.rms_norm_eps)
-        self._add_embeddings()
+        self.post_init()
 
     @property
     def passes_per_round(self) -> int:

@@ -1,0 +1,1 @@
+"""DSpark drafters, and DFlash drafters, which are those without heads."""

@@ -93,7 +93,6 @@ class DSparkDrafter(Drafter):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
-        config.check()
         width = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -103,7 +102,7 @@ class DSparkDrafter(Drafter):
         self.markov_head = SequentialHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.has_mask_embedding else None
-        self._add_embeddings()
+        self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -83,13 +83,12 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        config.check()
         width = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DSparkRotaryEmbedding(config)
-        self._add_embeddings()
+        self.post_init()
 
     @property
     def passes_per_round(self) -> int:
