@@ -4,10 +4,12 @@ import pytest
 import torch
 from generation import rig
 from generation.test_row_processors import LENGTHS, NEW_TOKENS, batch, drafters
+from generation.test_rows import ScriptedRows
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import tiny
+from dspark_hf.transformers_names import CACHE_KEY
 
 PROMPT = max(LENGTHS)
 
@@ -75,6 +77,13 @@ class CountsCalls(Counting):
         return torch.tensor([False, len(self.calls) == 6, False])
 
 
+class AtStepThree(Counting):
+    """Ends the batch before a row that is ahead has said its end token."""
+
+    def ends(self, new_ids):
+        return new_ids.shape[1] >= 3
+
+
 class LastToken(Counting):
     """Row by row, by what the row itself has said."""
 
@@ -91,6 +100,7 @@ CRITERIA = [
     ComparesRows,
     CountsCalls,
     LastToken,
+    AtStepThree,
 ]
 
 
@@ -119,9 +129,11 @@ def test_the_cases_end_rows_at_different_lengths():
     assert len(set(lengths.values())) > 3 and min(lengths.values()) < NEW_TOKENS, lengths
 
 
-@pytest.mark.parametrize("make", [LengthPerRow, AnyRow, LastToken], ids=lambda c: c.__name__)
-def test_scores_states_and_cache_end_with_the_batch(make):
-    settings = {
+@pytest.mark.parametrize("with_eos", [False, True], ids=["no end token", "with an end token"])
+@pytest.mark.parametrize("make", [LengthPerRow, AnyRow, LastToken, AtStepThree], ids=lambda c: c.__name__)
+def test_scores_states_and_cache_end_with_the_batch(make, with_eos):
+    settings = {"eos_token_id": end_token(), "pad_token_id": tiny.PAD_ID} if with_eos else {}
+    settings |= {
         "return_dict_in_generate": True,
         "output_scores": True,
         "output_logits": True,
@@ -135,12 +147,30 @@ def test_scores_states_and_cache_end_with_the_batch(make):
         assert torch.equal(drafted.sequences, plain.sequences)
         for name in ("scores", "logits", "hidden_states"):
             assert len(drafted[name]) == len(plain[name])
-        torch.testing.assert_close(drafted.scores, plain.scores, atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(drafted.hidden_states[1:], plain.hidden_states[1:], atol=2e-4, rtol=1e-3)
-        for (_, seen), (_, expected) in zip(ours.calls, asked.calls, strict=True):
-            torch.testing.assert_close(seen, expected, atol=2e-4, rtol=1e-4)
-        key = "cache" if "cache" in plain else "past_key_values"
-        assert drafted[key].get_seq_length() == plain[key].get_seq_length()
+        if not with_eos:  # Of rows that have ended, plain `generate` returns what padding gave.
+            torch.testing.assert_close(drafted.scores, plain.scores, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(drafted.hidden_states[1:], plain.hidden_states[1:], atol=2e-4, rtol=1e-3)
+            for (_, seen), (_, expected) in zip(ours.calls, asked.calls, strict=True):
+                torch.testing.assert_close(seen, expected, atol=2e-4, rtol=1e-4)
+        assert drafted[CACHE_KEY].get_seq_length() == plain[CACHE_KEY].get_seq_length()
+
+
+def test_a_row_that_has_ended_beyond_the_end_of_the_batch_leaves_nothing_behind():
+    """Only the third row is drafted right: it has said its end token, and left, when the others come to the third step."""
+    settings = {"eos_token_id": end_token(), "pad_token_id": tiny.PAD_ID, "return_dict_in_generate": True}
+    script = plain_ids(eos_token_id=end_token(), pad_token_id=tiny.PAD_ID)[2, PROMPT - LENGTHS[2] :].tolist()
+    config = tiny.drafter_config(rig.target(), num_hidden_layers=1, markov_rank=0, enable_confidence_head=False)
+    drafter = ScriptedRows(config, [script], frozenset()).eval()
+    plain = plain_ids(stopping_criteria=[AtStepThree()], output_scores=True, **settings)
+    drafted = plain_ids(stopping_criteria=[AtStepThree()], output_scores=True, assistant_model=drafter, **settings)
+    assert torch.equal(drafted.sequences, plain.sequences)
+    assert len(drafted.scores) == len(plain.scores) == 3
+    for ours, theirs in zip(drafted[CACHE_KEY].layers, plain[CACHE_KEY].layers, strict=True):
+        padding = batch()["attention_mask"][:, None, :, None].bool().logical_not()
+        padding = torch.nn.functional.pad(padding, (0, 0, 0, 2))
+        torch.testing.assert_close(
+            ours.keys.masked_fill(padding, 0), theirs.keys.masked_fill(padding, 0), atol=2e-4, rtol=1e-3
+        )
 
 
 class Puts(BaseStreamer):

@@ -73,7 +73,7 @@ def test_rows_come_back_in_the_columns_they_had(batch):
     before = [(layer.keys.clone(), layer.values.clone()) for layer in ordinary.layers]
     cache = RaggedCache.of_prompts(ordinary, mask, positions_of(mask))
     rows = {row: cache.extract(row) for row in (2, 0, 3, 1)}
-    fill(ordinary, rows)
+    fill(ordinary, rows, 12)
     assert ordinary.get_seq_length() == 12
     for layer, parts in zip(ordinary.layers, before, strict=True):
         for now, then in zip((layer.keys, layer.values), parts, strict=True):

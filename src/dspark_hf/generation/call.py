@@ -136,14 +136,14 @@ class Call:
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What plain `generate` would return. Of one row, the drafter's context is kept for a call that continues it."""
-        ids, cache = [output.ids for output in self.outputs], self.prompt.cache
-        is_known = (
-            len(ids) == 1 and ids[0].shape[1] == self.prompt.past_length + 1
-        )  # The ids are those of the whole cache.
-        if is_known and self.keeps_cache:
-            remember(cache, self.generator.drafter, ids[0][:, :-1], self.generator.context.complete(ids))
+        ids = [output.ids for output in self.outputs]
+        are_all_known = ids[0].shape[1] == self.prompt.past_length + 1  # The ids are those of the whole cache.
+        if len(ids) == 1 and are_all_known and self.keeps_cache:
+            context = self.generator.context.complete(ids)
+            remember(self.prompt.cache, self.generator.drafter, ids[0][:, :-1], context)
         pad_token_id, returned = pad_token_of(self.generation_config), [output.returned for output in self.outputs]
-        return assemble(ids, returned, self.generation_config, pad_token_id, self.target.finish())
+        cache = self.target.finish(max(output.num_new for output in self.outputs))
+        return assemble(ids, returned, self.generation_config, pad_token_id, cache)
 
 
 def prepare_call(

@@ -90,11 +90,12 @@ class RowsTargetPass:
         self.cache.select(rows)
         self._rows = [self._rows[place] for place in rows]
 
-    def finish(self) -> Any:
-        """The caller's cache, holding every row where that is wanted."""
-        cache = self._prompt.finish()
+    def finish(self, num_new: int) -> Any:
+        """The caller's cache, holding every row where that is wanted; `num_new` is the number of tokens behind the prompt."""
+        num_columns = self._prompt.past_length + num_new - 1  # The last token is never fed.
+        cache = self._prompt.finish(num_new)
         if self._keep_cache:
-            fill(cache, self._ended)
+            fill(cache, self._ended, num_columns)
         return cache
 
     @staticmethod

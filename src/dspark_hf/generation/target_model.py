@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class TargetOutput(NamedTuple):
     attended: torch.Tensor | None = None
 
 
+@dataclass
 class TargetModel:
     """
     The target with its cache and arguments. Inputs are prepared by the model itself, as in plain `generate`.
@@ -51,20 +53,15 @@ class TargetModel:
         ValueError: when the target's cache is off.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        model_kwargs: dict[str, Any],
-        generation_config: GenerationConfig,
-        hidden_state_indices: list[int],
-    ):
-        self.model = model
-        self.model_kwargs = model_kwargs
-        self.cache = model_kwargs.get(CACHE_KEY)
-        self.generation_config = generation_config
-        self.hidden_state_indices = hidden_state_indices
+    model: PreTrainedModel
+    model_kwargs: dict[str, Any]
+    generation_config: GenerationConfig
+    hidden_state_indices: list[int]
+
+    def __post_init__(self) -> None:
+        self.cache = self.model_kwargs.get(CACHE_KEY)
         self.forgets_context = False
-        if self.cache is None or not model_kwargs.get("use_cache", True):
+        if self.cache is None or not self.model_kwargs.get("use_cache", True):
             refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
 
     @property

@@ -6,7 +6,6 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 
 from ..transformers_names import extended_model_kwargs
 from .rollback import Rollback
@@ -25,16 +24,10 @@ class TargetPass(TargetModel):
         ValueError: when the target's cache is off or cannot be rolled back.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        model_kwargs: dict[str, Any],
-        generation_config: GenerationConfig,
-        hidden_state_indices: list[int],
-    ):
-        super().__init__(model, model_kwargs, generation_config, hidden_state_indices)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.ending = contextlib.ExitStack()  # What is to be undone when the call ends.
-        self._rollback = Rollback(model, self.cache)
+        self._rollback = Rollback(self.model, self.cache)
         self._num_fed = 1
 
     def begin_rounds(self) -> None:
@@ -78,8 +71,8 @@ class TargetPass(TargetModel):
     def keep_rows(self, rows: list[int]) -> None:
         """Nothing to do: the one row stays."""
 
-    def finish(self) -> Any:
-        """The target's cache, as plain `generate` leaves it."""
+    def finish(self, num_new: int) -> Any:
+        """The target's cache, as plain `generate` leaves it; `num_new` is the number of tokens behind the prompt."""
         self.end()
         return self.cache
 

@@ -206,7 +206,7 @@ class RaggedCache(Cache):
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
-def fill(cache: Cache, rows: dict[int, list[KeyValues]]) -> None:
+def fill(cache: Cache, rows: dict[int, list[KeyValues]], num_columns: int) -> None:
     """
     Puts rows that ended at different times into an ordinary cache.
 
@@ -214,8 +214,8 @@ def fill(cache: Cache, rows: dict[int, list[KeyValues]]) -> None:
         cache: The cache that the prompts were fed with. What it holds is replaced.
         rows: For each index in the batch what [`RaggedCache.extract`] gave when the row ended. Padding columns, before a
             row and behind one that ended early, hold zeros, where plain `generate` leaves what padding tokens gave.
+        num_columns: Columns that the cache gets; rows that hold more are cut.
     """
-    num_columns = max(layers[0][0].shape[1] for layers in rows.values())
     cache.reset()
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):  # Older versions of transformers only fill it with zeros.
