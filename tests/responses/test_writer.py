@@ -16,7 +16,6 @@ from dspark_hf.conversations import encode_rows, read_prompts
 from dspark_hf.conversations.prompts import Conversation
 from dspark_hf.responses import RegenerationSettings, Regenerator
 from dspark_hf.responses.plain_decoder import PlainDecoder
-from dspark_hf.responses.settings import origin_before_loading
 from dspark_hf.responses.writer import ResponseWriter
 
 GREEDY = RegenerationSettings(do_sample=False, max_new_tokens=6, slots=2)
@@ -32,6 +31,25 @@ class Silent(ResponseWriter):
         self, conversations: list[Conversation], on_tokens: Callable[[int], None]
     ) -> Iterator[dict[str, Any] | None]:
         return iter([None] * len(conversations))
+
+
+class Echo(ResponseWriter):
+    """Answers every prompt by its own last message, for what has to do with the file alone."""
+
+    def __init__(self, **origin: Any) -> None:
+        self.settings = origin
+
+    def origin(self) -> dict[str, Any]:
+        return self.settings
+
+    def answer(
+        self, conversations: list[Conversation], on_tokens: Callable[[int], None]
+    ) -> Iterator[dict[str, Any] | None]:
+        for conversation in conversations:
+            conversation.add(conversation.messages[-1]["content"], finished=True)
+            while conversation.next_turn():
+                conversation.add(conversation.messages[-1]["content"], finished=True)
+            yield conversation.output_row()
 
 
 @pytest.fixture(scope="module")
@@ -79,29 +97,38 @@ def test_a_run_without_responses_is_an_error_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------- what is known before a target is
+# --------------------------------------------------------------------------------------- other prompts and settings
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+ASKED = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"turns": ["c", "d"]}]
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [RegenerationSettings(), RegenerationSettings(temperature=0.6, top_p=0.9, seed=3, enable_thinking=False)],
-    ids=["the target's", "given"],
+    "other",
+    [
+        {"prompt": "z"},
+        {"messages": [{"role": "user", "content": "z"}]},
+        {"messages": [{"role": "system", "content": "z"}, {"role": "user", "content": "b"}]},
+        {"turns": ["z", "d"]},
+        {"turns": ["c", "z"]},
+        {"turns": ["c"]},
+    ],
 )
-def test_settings_are_known_from_the_small_files_of_a_target(
-    tmp_path: Path, dtype: str, family: str, settings: RegenerationSettings
-) -> None:
-    target = tiny.TARGETS[family]()
-    target.generation_config.update(do_sample=True, temperature=0.7, top_k=5, max_new_tokens=9)
-    target.save_pretrained(tmp_path)
-    tiny_folders.tokenizer().save_pretrained(tmp_path)
-    known = origin_before_loading(settings, str(tmp_path), dtype)
-    assert known == loaded(tmp_path, settings, dtype=dtype).origin()
+def test_an_output_is_not_continued_with_other_prompts(tmp_path: Path, other: dict[str, Any]) -> None:
+    output, name = tmp_path / "out.jsonl", next(iter(other))
+    Echo().run(ASKED, output, progress=False)
+    assert Echo().run(ASKED, output, progress=False) == 0
+    with pytest.raises(ValueError, match="another prompt"):
+        Echo().run([other if name in row else row for row in ASKED], output, progress=False)
 
 
-def test_of_a_target_that_is_not_there_nothing_is_known(tmp_path: Path) -> None:
-    assert origin_before_loading(RegenerationSettings(), str(tmp_path / "missing")) == {}
+@pytest.mark.parametrize(
+    ("now", "told"), [({"top_p": 0.5}, "top_p was None, now 0.5"), ({}, "temperature was 0.2, now None")]
+)
+def test_an_output_is_not_continued_with_other_settings(tmp_path: Path, now: dict[str, Any], told: str) -> None:
+    Echo(temperature=0.2).run(ASKED, tmp_path / "out.jsonl", progress=False)
+    with pytest.raises(ValueError, match=told):
+        Echo(**now).run(ASKED, tmp_path / "out.jsonl", progress=False)
 
 
 # -------------------------------------------------------------------------------------------------- no chat template
