@@ -271,3 +271,29 @@ def test_deprecations_elsewhere_are_not_errors():
     with warnings.catch_warnings(record=True) as caught:
         warnings.warn_explicit("not ours", DeprecationWarning, "some_file.py", 1, module="third_party.module")
     assert len(caught) == 1
+
+
+# ---------------------------------------------------------------------- the map of the code
+
+
+def files_of_the_map(page: str) -> list[str]:
+    """The files that docs/structure.md has a sentence for, each under the heading of its folder."""
+    sections = re.split(r"^### `([\w/]+)/`$", page, flags=re.MULTILINE)
+    return [
+        f"{folder}/{file}"
+        for folder, section in zip(sections[1::2], sections[2::2], strict=True)
+        for file in re.findall(r"^\| `([\w/]+\.py)` \| \S.*\.? \|$", section, re.MULTILINE)
+    ]
+
+
+def test_the_map_has_one_sentence_for_every_file():
+    files = {str(path.relative_to(SRC)) for path in SRC.rglob("*.py") if path.name != "__init__.py"}
+    listed = files_of_the_map(STRUCTURE.read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(set(listed)), "a file is listed twice"
+    assert files - set(listed) == set(), "docs/structure.md has no sentence for these files"
+    assert set(listed) - files == set(), "docs/structure.md lists files that do not exist"
+
+
+def test_a_missing_file_is_noticed():
+    page = "### `a/b/`\n\n| File | What it holds |\n| --- | --- |\n| `c.py` | A sentence. |\n| `d.py` |  |\n"
+    assert files_of_the_map(page) == ["a/b/c.py"]
