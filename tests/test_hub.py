@@ -18,6 +18,7 @@ from dspark_hf.evaluation.document import build_document
 from dspark_hf.evaluation.records import Record, RecordFile, Turn
 from dspark_hf.generation.telemetry import Round
 from dspark_hf.hub import TrainingSummary, build_card, is_generated, write_card
+from dspark_hf.hub.words import speed_in_words
 from dspark_hf.scheduling import ThroughputCurve
 
 pytestmark = pytest.mark.integration
@@ -228,10 +229,11 @@ def test_the_card_says_what_is_known(hub: Hub, drafter, tmp_path: Path):
         "dspark-hf train --hub_token *** --out runs/a",
         "| learning_rate | 0.0006 |",
         "| losses | 0.1 \\| 0.9 |",
-        "| loss | 1.235 |",
+        "| Loss | 1.235 |",
         "![curve.png](curve.png)",
         "| &lt;sums&gt; (3) | dspark | ",
-        "dspark: 3 of 3 greedy answers are those of plain `generate`.",
+        "dspark: 3 of 3 greedy answers equal those of plain `generate`.",
+        "dspark: 2.00 times the speed of plain `generate`",
         "1.5, 1.25, 1.12, 1",
         "| tokens | 1 | 2 | 4 |",
         "| ms | 10.0 | 11.0 | 13.0 |",
@@ -247,8 +249,64 @@ def test_the_card_of_a_drafter_without_any_records(tmp_path: Path):
     drafter.config.target_name_or_path = str(tmp_path)
     card = build_card(drafter, tmp_path, repo_id="a/b")
     assert card.data.base_model is None and card.data.license is None and card.data.tags[1] == "dflash"
-    for heading in ("## Training", "## Measured", "## Calibration", "## Cost", "None", str(tmp_path.parent)):
+    for heading in ("## Training", "## Speed", "## Calibration", "## Cost", "None", str(tmp_path.parent)):
         assert heading not in card.text
+
+
+def test_the_card_of_a_local_run_has_placeholders_instead_of_paths(drafter, tmp_path: Path):
+    folder = tmp_path / "run1"
+    drafter.save_pretrained(folder)
+    drafter.config.target_name_or_path = str(tmp_path / "models" / "Target-1B")
+    text = build_card(drafter, folder).text
+    assert 'from_pretrained("your-name/drafter"' in text and 'from_pretrained("path/to/Target-1B"' in text
+    assert "drafter for Target-1B" in text and str(tmp_path) not in text and "run1" not in text
+    adapter = build_card(drafter, folder, adapts=str(tmp_path / "base")).text
+    assert "for the drafter path/to/base" in adapter and str(tmp_path) not in adapter
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (1.03, "gives 1.03 tokens; plain decoding gives 1.00. This drafter is not expected to save time"),
+        (2.4, "gives 2.40"),
+    ],
+    ids=["hardly any gain", "gain"],
+)
+def test_the_card_says_what_training_promises(drafter, tmp_path: Path, length: float, said: str):
+    results = {"acceptance_length": length, "acceptance_1": 0.51, "acceptance_2": 0.3, "runtime": 3.2, "own": 7}
+    TrainingSummary(results=results).save(tmp_path)
+    text = build_card(drafter, tmp_path).text
+    assert said in text and ("not expected" in text) == (length < 1.1)
+    assert "| Tokens per target pass, sampled drafts | 1.03 |" in text or length > 2
+    assert "| Acceptance of drafts 1, 2, ..., given that those before were accepted | 0.51, 0.30 |" in text
+    assert "acceptance_" not in text and "runtime" not in text and "| own | 7 |" in text
+
+
+def speedup(value: float, low: float, high: float, group: str = "all", method: str = "dspark") -> dict:
+    estimate = {"value": value, "low": low, "high": high}
+    return {"group": group, "method": method, "num_rounds": 5 * (method != "plain"), "estimates": {"speedup": estimate}}
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([speedup(1.4, 1.2, 1.6)], "saves time on this machine. dspark: 1.40 times the speed"),
+        ([speedup(0.9, 0.8, 0.95)], "does not save time on this machine. dspark: 0.90 times"),
+        ([speedup(1.05, 0.9, 1.2)], "A gain in speed could not be shown"),
+        ([speedup(3, 2, 4, group="math"), speedup(0.9, 0.8, 0.95)], "does not save time"),
+        (
+            [speedup(9, 9, 9, method="plain"), speedup(0.8, 0.7, 0.9), speedup(1.3, 1.2, 1.4, method="b")],
+            "b: 1.30 times",
+        ),
+    ],
+    ids=["faster", "slower", "unclear", "all prompts count", "the best of its settings"],
+)
+def test_speed_in_words(results: list[dict], said: str):
+    assert said in speed_in_words(results)
+
+
+def test_speed_that_was_not_measured_is_not_told():
+    assert speed_in_words([]) is None and speed_in_words([speedup(1, 1, 1, method="plain")]) is None
 
 
 def test_a_licence_that_is_given_wins(hub: Hub, drafter):
@@ -315,4 +373,4 @@ def test_files_about_the_weights_follow_them_and_no_others(hub: Hub, drafter, tm
 
 def test_another_tools_results_are_no_benchmark(drafter, tmp_path: Path):
     (tmp_path / "results.json").write_text('{"results": {"hellaswag": 0.3}}')
-    assert "## Measured" not in build_card(drafter, tmp_path, repo_id=NAME).text
+    assert "## Speed" not in build_card(drafter, tmp_path, repo_id=NAME).text

@@ -499,8 +499,6 @@ def command_of(context: typer.Context) -> TrainCommand:
 
 # What the command and the line about the data say already.
 _SAID_ELSEWHERE = ("target", "data", "eval_data", "output_dir", "drafter")
-# Below this many tokens per target pass a drafter cannot be expected to save time.
-HARDLY_ANY_GAIN = 1.15
 
 
 def summary_of(run: TrainingRun, command: TrainCommand, typed: str) -> TrainingSummary:
@@ -552,11 +550,8 @@ def data_in_words(run: TrainingRun) -> str:
 
 def closing_line(run: TrainingRun, folder: Any, what: str) -> str:
     """Where the drafter or adapter is, and how good it is."""
+    from dspark_hf.hub.words import gain_in_words
+
     line = f"The {what} is in {folder}."
     length = run.metrics.get("eval_acceptance_length")
-    if length is None:
-        return line
-    line += f" On the held-out conversations: {length:.2f} tokens per target pass."
-    if length < HARDLY_ANY_GAIN:
-        line += " Plain decoding gives 1.00, so this drafter does not save time yet: train it longer or on more data."
-    return line
+    return line if length is None else f"{line} {gain_in_words(length)}"

@@ -18,12 +18,16 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from ..modeling_drafter import DrafterModel
 from ..storage.atomic import write_text
 from .training_summary import TrainingSummary
+from .words import gain_in_words, results_in_words, speed_in_words
 
 CARD_FILE, BENCHMARK_FILE, CURVE_FILE = "README.md", "results.json", "throughput_curve.json"
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 MOST_CURVE_POINTS = 12
 
 _BLANK = "# Model Card for Model ID"  # PEFT's, with nothing filled in.
+
+# What stands in snippets for a name that is known to the owner of the drafter alone.
+YOUR_DRAFTER = "your-name/drafter"
 
 # At the end of a generated card. It holds a digest of the text above it, so that an edited card is never overwritten.
 _MARK = re.compile(r"\n<!-- Made by dspark-hf, and replaced at the next push unless edited. (\w+) -->\n\Z")
@@ -43,14 +47,14 @@ def build_card(
     token: str | bool | None = None,
 ) -> ModelCard:
     """
-    The card, made from the drafter and from what lies beside its weights.
+    The card, made from the drafter and from the files beside its weights. Paths of this machine do not appear in it.
 
     Args:
         drafter: The drafter.
         folder: Where its weights are; `training.json`, `results.json` and `throughput_curve.json` are looked for there.
-        adapts: In the folder is no drafter but a PEFT adapter, for the drafter of this name or folder.
-        repo_id: Its name on the Hub, for the snippets; the folder's name by default.
-        base_model: The target's name on the Hub; by default the name in the configuration, where that can be one.
+        adapts: For a folder with a PEFT adapter instead of a drafter: name or folder of the drafter that it adapts.
+        repo_id: The name on the Hub, for the snippets; a placeholder by default.
+        base_model: The target's name on the Hub; by default the name in the configuration, if it can be one.
         license: The drafter's licence; by default the target's, which the Hub is asked for.
         tags: Further tags.
         custom_generate: Whether the repository holds `custom_generate/generate.py`.
@@ -61,6 +65,8 @@ def build_card(
     named = base_model or config.target_name_or_path
     base_model = named if is_hub_name(named) else None
     target = base_model or (Path(named).name if named else "its target")
+    target_place = base_model or f"path/to/{Path(named).name if named else 'target'}"
+    adapted = adapts if adapts is None or is_hub_name(adapts) else f"path/to/{Path(adapts).name}"
     training = TrainingSummary.load(folder)
     benchmark = _known_document(folder / BENCHMARK_FILE, "settings", "environment", "results", "identity")
     curve = _known_document(folder / CURVE_FILE, "token_counts", "pass_s")
@@ -87,11 +93,14 @@ def build_card(
         class_name=type(drafter).__name__,
         target=target,
         target_link=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else target,
-        adapts=adapts,
-        repo_id=repo_id or folder.name,
+        target_place=target_place,
+        adapts=adapted,
+        repo_id=repo_id or YOUR_DRAFTER,
+        is_placeholder=repo_id is None,
         architecture=_cells(architecture_of(drafter)) if adapts is None else {},
         training=training,
         training_tables=_training_tables(training),
+        training_gain=_training_gain(training),
         figures=figure_files(training, folder),
         benchmark=_benchmark(benchmark) if benchmark else None,
         temperatures=[f"{temperature:.3g}" for temperature in config.confidence_temperatures or ()],
@@ -124,7 +133,7 @@ def write_card(drafter: DrafterModel, folder: str | PathLike[str], **kwargs: Any
 
 
 def is_generated(text: str) -> bool:
-    """Whether a card was made by [`build_card`] and not changed since, down to its metadata, or is PEFT's blank one."""
+    """Whether a card was made by [`build_card`] and nothing in it was changed since, or is PEFT's blank one."""
     if _BLANK in text:
         return True
     mark = _MARK.search(text)
@@ -172,14 +181,14 @@ def architecture_of(drafter: DrafterModel) -> dict[str, Any]:
     )
     size = sum(parameter.numel() * parameter.element_size() for parameter in drafter.parameters())
     return {topic.capitalize(): words for topic, words in config.describe().items()} | {
-        "Embedding and LM head": f"{own} of its own" if own else "the target's, by reference",
+        "Embedding and LM head": f"own {own}" if own else "those of the target",
         "Size": f"{drafter.num_parameters():,} parameters, {size / 1e6:,.1f} MB "
         f"({str(drafter.dtype).removeprefix('torch.')})",
     }
 
 
 def figure_files(training: TrainingSummary | None, folder: Path) -> list[str]:
-    """Names of the image files that are really there, beside the weights."""
+    """Names of the image files of a training run that are in the folder."""
     named = training.figures if training else []
     return [name for name in named if name == Path(name).name and (folder / name).is_file()]
 
@@ -187,8 +196,18 @@ def figure_files(training: TrainingSummary | None, folder: Path) -> list[str]:
 def _training_tables(training: TrainingSummary | None) -> dict[str, dict[str, str]]:
     if training is None:
         return {}
-    tables = {"Setting": training.settings, "Result": training.results, "Ran on": training.environment}
+    tables = {
+        "Result": results_in_words(training.results),
+        "Setting": training.settings,
+        "Trained with": training.environment,
+    }
     return {title: _cells(values) for title, values in tables.items() if values}
+
+
+def _training_gain(training: TrainingSummary | None) -> str | None:
+    """What the result of training promises; `None` where nothing was held out."""
+    length = training.results.get("acceptance_length") if training else None
+    return gain_in_words(length) if isinstance(length, int | float) else None
 
 
 def _benchmark(document: dict[str, Any]) -> dict[str, Any]:
@@ -197,14 +216,16 @@ def _benchmark(document: dict[str, Any]) -> dict[str, Any]:
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
     devices = ", ".join(machine.get("accelerators") or [machine.get("cpu") or "CPU"])
     checked = {method: identity for method, identity in document["identity"].items() if identity["checked"]}
+    lines = [
+        f"{method}: {identity['checked'] - identity['different']} of {identity['checked']} greedy answers equal those of plain "
+        "`generate`."
+        for method, identity in checked.items()
+    ]
     return {
         "settings": f"{how}, up to {settings['max_new_tokens']} new tokens, {settings.get('dtype', '')} on {devices}",
+        "speed": speed_in_words(document["results"]),
         "rows": [_result_row(result) for result in document["results"]],
-        "identity": [
-            f"{method}: {identity['checked'] - identity['different']} of {identity['checked']} greedy answers are those of "
-            "plain `generate`."
-            for method, identity in checked.items()
-        ],
+        "identity": lines or ["Greedy answers were not compared with those of plain `generate`."],
     }
 
 

@@ -1,4 +1,4 @@
-"""What a training run leaves beside the weights, for whoever reads the model card."""
+"""A record of how a drafter was trained, stored beside its weights and shown on its card."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class TrainingSummary:
         data: The training data in words: what it is and how much of it.
         datasets: Names of its data sets on the Hub, for the card's metadata.
         settings: What was chosen, by name: learning rate, epochs, weights of the losses, ...
-        results: Figures at the end, by name, with numbers or texts: loss, held-out acceptance length, hours, ...
+        results: Figures at the end, by name, with numbers or texts: `loss`, `acceptance_length`, `hours`, ...; the card shows
+            those of the trainer in words.
         environment: What it ran on, by name: versions, device, ...
         figures: Names of image files beside the weights.
     """
