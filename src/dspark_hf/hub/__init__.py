@@ -1,14 +1,14 @@
-"""What the Hub shows of a drafter, and what lies beside its weights there.
+"""The model card of a drafter, and the files that are pushed to the Hub with its weights.
 
-Three files may lie beside a drafter's weights. They are pushed with them, and the model card is made from them:
+Three files may stand beside a drafter's weights. They are pushed with the weights, and the model card is made from them:
 
-| file | what it says | who writes it |
+| file | content | written by |
 |---|---|---|
-| `training.json` | how the drafter was trained | [`TrainingSummary.save`], called by whatever trained it |
-| `results.json` | what it was measured to be worth | `dspark-hf bench` |
-| `throughput_curve.json` | what a target pass costs | [`~dspark_hf.scheduling.ThroughputCurve.save`] |
+| `training.json` | how the drafter was trained | [`TrainingSummary.save`], called by `dspark-hf train` |
+| `results.json` | acceptance and speed | `dspark-hf bench` |
+| `throughput_curve.json` | the cost of a target pass | [`~dspark_hf.scheduling.ThroughputCurve.save`] |
 
-Who has just trained a drafter and saved it in a folder leaves the same card there that a push would make:
+After training with code of your own, this writes the same card that a push would write:
 
 ```python
 TrainingSummary(command="dspark-hf train ...", settings={"learning_rate": 6e-4}, results={"loss": 1.2}).save(folder)

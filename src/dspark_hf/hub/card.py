@@ -59,7 +59,7 @@ def build_card(
         tags: Further tags.
         custom_generate: Whether the repository holds `custom_generate/generate.py`.
         serving: The commands by which engines serve the drafter, by the engine's name.
-        token: As in `from_pretrained`, for asking about the target.
+        token: As in `from_pretrained`, for asking the Hub about the target.
     """
     folder, config = Path(folder), drafter.config
     named = base_model or config.target_name_or_path
@@ -148,7 +148,7 @@ def _card_digest(text: str) -> str:
 
 
 def is_hub_name(name: str | None) -> bool:
-    """Whether a target's name can be one of the Hub: `owner/name`, and not a folder here."""
+    """Whether a name can be that of a model on the Hub: `owner/name`, and not a folder here."""
     if not name or "/" not in name or Path(name).exists():
         return False
     try:
@@ -159,12 +159,12 @@ def is_hub_name(name: str | None) -> bool:
 
 
 def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[str, Any]:
-    """The target's licence as the metadata of its own card says it; nothing where the Hub cannot be asked."""
+    """The licence of the target, from the metadata of its card; empty where the Hub does not answer."""
     if base_model is None:
         return {}
     try:
         theirs = HfApi(token=token).model_info(base_model).card_data
-    except Exception:  # Unknown or private there, no network, offline mode: the card says less, and the push continues.
+    except Exception:  # Unknown or private, no network, offline mode: the card says less, and the push continues.
         return {}
     found = {name: theirs.get(name) for name in ("license", "license_name", "license_link")} if theirs else {}
     return {name: value for name, value in found.items() if isinstance(value, str)}
@@ -263,7 +263,7 @@ def _curve(curve: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known_document(file: Path, *keys: str) -> dict[str, Any] | None:
-    """A JSON document with these keys; `None` when there is none, or it is something else of that name."""
+    """A JSON document with these keys; `None` where there is no such file, or it holds something else."""
     if not file.is_file():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""One commit with a drafter's weights, what lies beside them and the model card."""
+"""Pushes a drafter's weights, the files about them and the model card in one commit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figure_file
 from .custom_generate import FOLDER, write_custom_generate
 from .training_summary import TRAINING_FILE, TrainingSummary
 
-# What may lie beside the weights: the first two are about these very weights, the curve is about the target.
+# Files that may stand beside the weights: the first two are about these weights, the third is about the target.
 ABOUT_WEIGHTS = (TRAINING_FILE, BENCHMARK_FILE)
 COMPANIONS = (*ABOUT_WEIGHTS, CURVE_FILE)
 
@@ -32,10 +32,10 @@ class Commit:
     Where a push goes and how it is described: the arguments of transformers' `push_to_hub`.
 
     Args:
-        repo_id: Repository, `name` or `owner/name`; made when there is none.
-        private: Whether a new repository is private; by default what the owner's repositories are.
+        repo_id: Repository, `name` or `owner/name`; created if it does not exist.
+        private: Whether a new repository is private; the owner's setting by default.
         token: A token, or whether to use the stored one.
-        revision: Branch to commit to, made when there is none; `main` by default.
+        revision: Branch to commit to, created if it does not exist; `main` by default.
         create_pr: Open a pull request instead.
         message, description: Of the commit.
     """
@@ -57,17 +57,17 @@ def push(
     **card: Any,
 ) -> CommitInfo:
     """
-    Writes a drafter to a folder of its own, and what belongs beside it, and commits that.
+    Writes a drafter and the files about it to a temporary folder, and commits that folder.
 
-    Files that say something about the weights travel with them. Those that the repository holds from before stay when
-    the weights are the same, and are removed when they are not: they are about another drafter. A card that somebody
-    wrote or changed stays as it is.
+    Files about the weights are pushed with them. Those that are in the repository already stay if the weights are the same.
+    If the weights differ, they are removed, because they describe another drafter. A card that somebody wrote or changed
+    stays as it is.
 
     Args:
         drafter: The drafter.
         commit: Where it goes.
         write: Writes weights and configuration to a folder; returns the commands that serve it, by engine.
-        beside: A folder with the same weights and files about them; by default the one the drafter was loaded from.
+        beside: A folder with the same weights and files about them; by default the folder that the drafter was loaded from.
         card: `base_model`, `license` and `tags` as in [`~dspark_hf.hub.build_card`].
     """
     api = HfApi(token=commit.token, library_name="dspark-hf")
@@ -119,20 +119,20 @@ class Remote:
         return cls(api, repo_id, revision, {file.path: file for file in listed if isinstance(file, RepoFile)})
 
     def holds(self, folder: Path) -> bool:
-        """Whether its weights are those of a folder, byte for byte."""
+        """Whether its weights are those in a folder, byte for byte."""
         theirs = {name: file.lfs.sha256 if file.lfs else None for name, file in self.files.items()}
         ours = {file.name: _sha256(file) for file in folder.glob("*.safetensors")}
         return ours == {name: digest for name, digest in theirs.items() if name.endswith(".safetensors")}
 
     def fetch(self, names: Iterable[str], folder: Path, replace: bool = False) -> None:
-        """Downloads those of the files that it has, into a folder."""
+        """Downloads the files that exist in the repository into a folder."""
         for name in self.files.keys() & set(names):
             if replace or not (folder / name).exists():
                 shutil.copyfile(self.api.hf_hub_download(self.repo_id, name, revision=self.revision), folder / name)
 
 
 def _source(drafter: DrafterModel, beside: str | PathLike[str] | None) -> Path | None:
-    """The folder whose files are about this drafter's weights, which may have been trained since they were read."""
+    """The folder with files about this drafter's weights; `None` if the weights were changed since they were read from it."""
     if beside is not None:
         return Path(beside)
     folder = Path(drafter.config.name_or_path or "")

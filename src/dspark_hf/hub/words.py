@@ -70,7 +70,7 @@ def speed_in_words(results: list[dict[str, Any]]) -> str | None:
     ours = [
         result
         for result in results
-        if result["group"] == last and result["num_rounds"] and result["estimates"]["speedup"]["value"] is not None
+        if result["group"] == last and result.get("num_rounds") and result["estimates"]["speedup"]["value"] is not None
     ]
     if not ours:
         return None
