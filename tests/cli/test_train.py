@@ -124,7 +124,7 @@ def test_training_writes_all_files_and_resumes(folders, responses, tmp_path):
     options = ("--max-steps", 4, "--save-steps", 2, "--draft-vocab-size", 60)
     result = train(folders, responses, output, *options)
     assert result.exit_code == 0, repr(result.exception)
-    assert "tokens per target pass" in result.output
+    assert "On the held-out conversations a target pass gives" in result.output
     assert {"log.csv", "training.json", "training_curve.png", "README.md", "model.safetensors"} <= set(
         os.listdir(output)
     )
@@ -257,7 +257,7 @@ def test_lora_leaves_an_adapter(folders, responses, tmp_path):
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert "The adapter is in" in result.output
     card = (tmp_path / "run" / "README.md").read_text()
-    assert "PEFT adapter for the drafter path/to/random" in card and "lora_rank | 4" in card
+    assert "This PEFT adapter is for the drafter path/to/random" in card and "lora_rank | 4" in card
     with pytest.raises(OSError, match=r"is an adapter of a drafter: .*PeftModel"):
         DSparkDrafter.from_pretrained(tmp_path / "run")
 
