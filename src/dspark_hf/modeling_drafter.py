@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from .configuration_drafter import DrafterConfig
 from .draft_cache import DraftCache
 from .embeddings import SharedEmbeddings, target_embeddings
-from .layers import DSparkAttention, DSparkRMSNorm
+from .layers import DSparkAttention
 from .scheduling import ThroughputCurve
 
 
@@ -56,9 +56,7 @@ class DrafterModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
 
     config: DrafterConfig
-    fc: nn.Linear
     layers: nn.ModuleList
-    norm: DSparkRMSNorm
     draft_token_ids: torch.Tensor | None
 
     def __init__(self, config: DrafterConfig):
@@ -315,7 +313,7 @@ def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
     advice = (
         f"It was trained for {made_for!r}: load that target, or" if made_for else "Load the target it was made for, or"
     )
-    advice += " train a drafter for this one (DSparkConfig.for_target)."
+    advice += f" train a drafter for this one ({type(config).__name__}.for_target)."
     if target.config.is_encoder_decoder:
         raise ValueError(f"Drafters are for decoder-only targets; {name} is an encoder-decoder. {advice}")
     text = target.config.get_text_config(decoder=True)
