@@ -21,6 +21,7 @@ EVERY_KIND = {
     "Llama4Text": {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
     "Cohere2": {"layer_types": tiny.ALTERNATING[:2]},
     "Qwen2Moe": {"max_window_layers": 1},
+    "Gemma4Text": {"num_hidden_layers": 4},
 }
 FAMILIES = [family for family in tiny.TARGETS if family not in tiny.HYBRID_TARGETS]
 
@@ -97,7 +98,7 @@ def test_each_row_equals_the_row_decoded_alone(family, packed, monkeypatch):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_rows_of_other_kinds_of_attention(family):
-    assert_rows_as_alone(families.target_of(family, num_hidden_layers=2, **EVERY_KIND.get(family, {})))
+    assert_rows_as_alone(families.target_of(family, **({"num_hidden_layers": 2} | EVERY_KIND.get(family, {}))))
 
 
 def test_rows_end_at_their_own_time():

@@ -45,6 +45,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
     },
+    "Gemma4Text": {  # Layers that share the keys and values of others.
+        "num_kv_shared_layers": 2,
+        "sliding_window": 8,
+        "layer_types": tiny.ALTERNATING,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": tiny.VOCAB_SIZE,
+        "global_head_dim": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": False,
+    },
     "GPT2": {},  # Learned positions.
     "StableLm": {},  # Not through transformers' attention interface.
 }

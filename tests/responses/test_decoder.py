@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ragged.families import target_of
 from responses.decoding import completed, greedy_by_generate, p_value_of, ragged_prompts
 from transformers import PreTrainedModel
 
@@ -35,6 +36,17 @@ def test_greedy_rows_equal_plain_generate(family: str, slots: int) -> None:
         finished = expected[-1] in end_ids
         assert completions[i].token_ids == (expected[:-1] if finished else expected)
         assert completions[i].end_id == (expected[-1] if finished else None)
+
+
+@pytest.mark.parametrize("family", ["Gemma4Text", "Llama4Text", "Gemma2"])
+def test_other_kinds_of_attention(family: str) -> None:
+    target, prompts = target_of(family), ragged_prompts()
+    assert unsupported_reason(target, max_length=60) is None
+    decoder = SlotDecoder(target, Sampling(do_sample=False), [], 4)
+    completions = completed(decoder, [Request(i, prompt, 12) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert completions[i].token_ids == greedy_by_generate(target, prompt, 12, [])
+    assert not decoder.cache.pads
 
 
 LENGTH_DEPENDENT_ROPE = {

@@ -51,7 +51,7 @@ class RowsTargetPass:
         self._target = RaggedTarget(prompt.model, self.cache)
         prompt.ending.enter_context(self._target.attention_in_place())
         self._rows = list(range(len(self.cache.lengths)))
-        self._ended: dict[int, list[KeyValues]] = {}
+        self._ended: dict[int, dict[int, KeyValues]] = {}
 
     def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
         """

@@ -137,7 +137,7 @@ class RaggedCache(Cache):
         Takes over the rows of an ordinary cache after their prompts were fed.
 
         Args:
-            cache: The ordinary cache; each of its layers keeps keys and values.
+            cache: The ordinary cache. Its layers keep keys and values, or nothing where they use those of another layer.
             attended: False at padding, `[B, T]`; `None` for no padding. Padding before a row's first token is left out.
             position_ids: Position of each of the `T` columns, `[B, T]` or `[axes, B, T]`.
         """
@@ -151,7 +151,10 @@ class RaggedCache(Cache):
         sources = (columns + torch.tensor(own._padding)[:, None]).clamp(max=num_columns - 1)  # [B, longest row]
         for layer, filled in zip(own.layers, cache.layers, strict=True):
             layer.reserve(len(columns))
-            layer.take_over((filled.keys[:, :, :num_columns], filled.values[:, :, :num_columns]), sources, num_columns)
+            if filled.keys is not None:  # Else the layer uses the keys and values of another.
+                layer.take_over(
+                    (filled.keys[:, :, :num_columns], filled.values[:, :, :num_columns]), sources, num_columns
+                )
         if attended is not None:
             mask = attended.gather(1, sources) | (columns >= torch.tensor(own.lengths)[:, None])
             own.key_mask = None if mask.all() else mask
@@ -191,13 +194,16 @@ class RaggedCache(Cache):
         if self.key_mask is not None:
             self.key_mask[row] = True
 
-    def extract(self, row: int) -> list[KeyValues]:
-        """A copy of one row's keys and values `[H_kv, T, d]` for each layer, in the columns of an ordinary cache."""
+    def extract(self, row: int) -> dict[int, KeyValues]:
+        """A copy of one row's keys and values `[H_kv, T, d]` by their layer, in the columns of an ordinary cache."""
         padding, length = (0, 0, self._padding[row], 0), self.lengths[row]
-        return [
-            tuple(torch.nn.functional.pad(buffer[row, :, :length], padding) for buffer in (layer.keys, layer.values))
-            for layer in self.layers
-        ]
+        return {
+            index: tuple(
+                torch.nn.functional.pad(buffer[row, :, :length], padding) for buffer in (layer.keys, layer.values)
+            )
+            for index, layer in enumerate(self.layers)
+            if layer.is_initialized
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -206,7 +212,7 @@ class RaggedCache(Cache):
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
-def fill(cache: Cache, rows: dict[int, list[KeyValues]], num_columns: int) -> None:
+def fill(cache: Cache, rows: dict[int, dict[int, KeyValues]], num_columns: int) -> None:
     """
     Puts rows that ended at different times into an ordinary cache.
 
@@ -220,7 +226,7 @@ def fill(cache: Cache, rows: dict[int, list[KeyValues]], num_columns: int) -> No
     for layer in cache.layers:
         if isinstance(layer, DynamicLayer):  # Older versions of transformers only fill it with zeros.
             layer.is_initialized = False
-    for index in range(len(rows[0])):
+    for index in rows[0]:
         stacked = [
             torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)
         ]

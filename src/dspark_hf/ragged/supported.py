@@ -37,15 +37,12 @@ def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | No
     layer_types = set(getattr(config, "layer_types", None) or ())
     if layer_types - set(LAYER_TYPES):
         return f"its layers are of the types {', '.join(sorted(layer_types))}"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "some of its layers share keys and values"
     if getattr(config, "alibi", False):
         return "its positions are biases of the attention logits (ALiBi)"
     for name, limit in length_limits(target).items():
         if limit < max_length:
             return f"its {name} of {limit} tokens is shorter than the longest row, {max_length} tokens"
-    needed = {"position_ids", "logits_to_keep", "use_cache", CACHE_KEY}
-    missing = needed - set(inspect.signature(target.forward).parameters)
+    missing = {"position_ids", CACHE_KEY} - set(inspect.signature(target.forward).parameters)
     if missing:
         return f"its forward takes no {', '.join(sorted(missing))}"
     try:

@@ -52,6 +52,7 @@ class RaggedTarget:
         self.model = model
         self.cache = cache
         self._rules = mask_rules(model)
+        self._shares_keys = bool(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
         if model in _not_packable:
             self._pad_rows("")
         elif not can_exchange_attention(model):
@@ -78,7 +79,7 @@ class RaggedTarget:
             ValueError: when rows cannot share a pass of the target.
         """
         if not wants_logits and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            forward_kwargs["logits_to_keep"] = 1
+            forward_kwargs["logits_to_keep"] = token_ids.new_zeros(1)
         if not self.cache.pads:
             try:
                 return self._packed(self.cache.plan(counts), token_ids, forward_kwargs)
@@ -116,6 +117,9 @@ class RaggedTarget:
     def _forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Any, forward_kwargs: dict[str, Any]
     ) -> Any:
+        if self._shares_keys:  # A number of tokens instead of their indices would let Gemma 4 drop the others' queries.
+            all_tokens = torch.arange(input_ids.shape[1], device=input_ids.device)
+            forward_kwargs = {"logits_to_keep": all_tokens} | forward_kwargs
         return self.model(
             input_ids=input_ids,
             position_ids=position_ids.to(input_ids.device),
