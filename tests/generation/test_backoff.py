@@ -1,5 +1,7 @@
 """Drafting pauses while it does not pay: fewer drafts, the same output, the same distribution."""
 
+import functools
+
 import pytest
 import scipy.stats
 import torch
@@ -162,7 +164,8 @@ def pooled_p_value(rows, distribution):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("make", [bent_drafter, random_drafter], ids=IDS)
+# A less flattened drafter would be accepted often enough to draft in every round with some seeds.
+@pytest.mark.parametrize("make", [functools.partial(bent_drafter, scale=0.35), random_drafter], ids=IDS)
 def test_the_distribution_of_several_rows_that_pause(make):
     target = bigram_target()
     rows, stats = chains(target, make(target), num_rows=6, num_tokens=150)
