@@ -215,7 +215,7 @@ def follow(options):
         rows = encode_rows(map(json.loads, file.read_text().splitlines()), tokenizer)
         for index, row in enumerate(tqdm(rows, leave=False, desc=file.stem)):
             ids = torch.tensor(row["input_ids"])[None]
-            features = target_features(target, next(iter(drafters.values())).config, ids)
+            features = target_features(target, next(iter(drafters.values())).config.hidden_state_indices, ids)
             for name, drafter in drafters.items():
                 found = replay(drafter, target, row, MODES[mode], features, rule)
                 replays[name].append({"task": task, "mode": mode, "prompt": index} | asdict(found))

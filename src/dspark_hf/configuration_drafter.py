@@ -17,6 +17,9 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+# The default of fields that the constructor gives a value when they are left out; who reads them finds one.
+FILLED_IN: Any = None
+
 
 class DrafterConfig(PreTrainedConfig):
     r"""
@@ -85,8 +88,8 @@ class DrafterConfig(PreTrainedConfig):
     logit_scale: float = 1.0
     final_logit_softcapping: float | None = None
 
-    target_layer_ids: list[int] | None = None
-    target_hidden_size: int | None = None
+    target_layer_ids: list[int] = FILLED_IN
+    target_hidden_size: int = FILLED_IN
     num_target_layers: int | None = None
     target_name_or_path: str | None = None
     block_size: int = 7
@@ -153,13 +156,14 @@ class DrafterConfig(PreTrainedConfig):
 
     @classmethod
     def own_fields(cls) -> dict[str, Any]:
-        """Every field that is not one of transformers' own, with its type."""
+        """Every field that is not one of transformers' own, with the type of what may be given for it."""
         found: dict[str, Any] = {}
         for part in reversed(cls.__mro__):
             if issubclass(part, DrafterConfig):
                 bare = type("Bare", (), {"__annotations__": vars(part).get("__annotations__", {})})
                 found |= get_type_hints(bare, vars(sys.modules[part.__module__]))
-        return {name: kind for name, kind in found.items() if get_origin(kind) is not ClassVar}
+        fields = {name: kind for name, kind in found.items() if get_origin(kind) is not ClassVar}
+        return {name: kind | None if getattr(cls, name) is None else kind for name, kind in fields.items()}
 
     def changed(self, **changes: Any) -> Any:
         """A configuration of the same kind with other values, and with what follows from them; calibration is dropped."""
@@ -294,13 +298,13 @@ class DecoderDrafterConfig(DrafterConfig):
 
     intermediate_size: int = 9728
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = FILLED_IN
+    head_dim: int = FILLED_IN
     hidden_act: str = "silu"
     attention_bias: bool = False
     attention_dropout: float = 0.0
     mlp_bias: bool = False
-    rope_parameters: dict | None = None
+    rope_parameters: dict[str, Any] = FILLED_IN
 
     qk_norm: bool = True
     v_norm: bool = False

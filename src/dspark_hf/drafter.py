@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import CommitInfo
@@ -19,6 +19,9 @@ from .modeling_drafter import DrafterModel
 from .registry import drafter_class
 from .scheduling import ThroughputCurve
 from .storage.atomic import whole_files
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The weights of a model in one file or in shards, and the index of the shards.
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -34,14 +37,14 @@ class Drafter(DrafterModel):
     """
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls,
         pretrained_model_name_or_path: Any,
         *model_args: Any,
         config: DrafterConfig | None = None,
         borrow_embeddings: bool = False,
         **kwargs: Any,
-    ) -> Drafter:
+    ) -> Self:
         """
         Loads a drafter from a folder or a Hub repository, in any format of `dspark_hf.checkpoints`.
 
@@ -58,22 +61,24 @@ class Drafter(DrafterModel):
         """
         checkpoint = read_checkpoint(pretrained_model_name_or_path, config, kwargs)
         config = checkpoint.config
-        cls = cls._class_for(pretrained_model_name_or_path, config)
+        kind = cls._class_for(pretrained_model_name_or_path, config)
         config.has_embed_tokens &= not borrow_embeddings
         config.has_lm_head &= not borrow_embeddings or bool(config.draft_vocab_size)
         with torch.device("meta"):
-            expected = {name: tuple(t.shape) for name, t in cls(config).state_dict().items()}
+            expected = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
         checkpoint.check_tensors(expected)
         for name in ("use_safetensors", "gguf_file"):
             kwargs.pop(name, None)
         if checkpoint.loads_by_name:
-            loaded = super().from_pretrained(
+            loaded: Any = super(Drafter, kind).from_pretrained(
                 pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
             )
         else:
             tensors = checkpoint.read_tensors(set(expected))
-            loaded = super().from_pretrained(None, *model_args, config=config, state_dict=tensors, **kwargs)
-        drafter = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
+            loaded = super(Drafter, kind).from_pretrained(
+                None, *model_args, config=config, state_dict=tensors, **kwargs
+            )
+        drafter: Any = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
         drafter.check_values(pretrained_model_name_or_path)
         # transformers reads these only for models that generate by themselves.
         # `update` leaves out names that are not transformers' own.
@@ -84,7 +89,7 @@ class Drafter(DrafterModel):
         return loaded
 
     @classmethod
-    def _class_for(cls, path: Any, config: DrafterConfig) -> type[Drafter]:
+    def _class_for(cls, path: Any, config: DrafterConfig) -> Any:
         """This class where it is of a kind, otherwise that of the checkpoint's; `ValueError` when they differ."""
         kind = drafter_class(config)
         if cls is Drafter:
@@ -95,7 +100,7 @@ class Drafter(DrafterModel):
             )
         return cls
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]
         self,
         save_directory: Any,
         is_main_process: bool = True,
@@ -159,7 +164,7 @@ class Drafter(DrafterModel):
                 if WEIGHT_FILES.fullmatch(file.name) and file.name not in written:
                     file.unlink()
 
-    def push_to_hub(
+    def push_to_hub(  # type: ignore[override]
         self,
         repo_id: str,
         *,

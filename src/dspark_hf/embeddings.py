@@ -45,6 +45,7 @@ class SharedEmbeddings:
         self.scale = embedding_scale / module_scale
         self.draft_token_ids = None if head_is_reduced else draft_token_ids
         # A copy of the head's rows; the stamps tell whether it still is what the head and the draft vocabulary hold.
+        self._gathered_from: tuple[Stamp, Stamp] | None = None
         self._gathered_rows = self._gather_head_rows()
 
     def serves(self, embed_tokens: nn.Module, lm_head: nn.Module, draft_token_ids: torch.Tensor | None) -> bool:
@@ -53,10 +54,10 @@ class SharedEmbeddings:
             return False
         if self.draft_token_ids is not None and self.draft_token_ids is not draft_token_ids:
             return False
-        if self._gathered_rows is None:
+        if self._gathered_from is None:
             return True
         weight, ids = self._gathered_from
-        return weight.is_still(lm_head.weight) and ids.is_still(draft_token_ids)
+        return weight.is_still(_weight(lm_head)) and ids.is_still(draft_token_ids)
 
     def head_weight(self) -> torch.Tensor:
         """
@@ -67,8 +68,8 @@ class SharedEmbeddings:
         """
         if self._gathered_rows is not None:
             return self._gathered_rows
-        weight = getattr(self.lm_head, "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.is_meta or not weight.is_floating_point():
+        weight = _weight(self.lm_head)
+        if weight is None or weight.is_meta or not weight.is_floating_point():
             raise ValueError(
                 f"The target's LM head ({type(self.lm_head).__name__}) is quantized or offloaded, so its weight cannot be "
                 "copied: bind the drafter to an unquantized target in memory."
@@ -79,11 +80,17 @@ class SharedEmbeddings:
             )
         return weight if self.draft_token_ids is None else weight[self.draft_token_ids.to(weight.device)]
 
+    def embedding_weight(self) -> torch.Tensor:
+        """The stored rows of the embedding, `[V, D]`, not a copy."""
+        weight = self.embed_tokens.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
     def embed(self, token_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Rows `[..., D]` of `token_ids` `[...]`, on the device and in the dtype of `like`."""
         token_ids = token_ids.to(_device(self.embed_tokens, token_ids.device))
         if self.raw_embeddings:
-            rows = nn.functional.embedding(token_ids, self.embed_tokens.weight)
+            rows = nn.functional.embedding(token_ids, self.embedding_weight())
         else:
             rows = self.embed_tokens(token_ids)
         rows = rows.to(device=like.device, dtype=like.dtype)
@@ -107,11 +114,16 @@ class SharedEmbeddings:
 
     def _gather_head_rows(self) -> torch.Tensor | None:
         """The head's rows of the draft vocabulary, where it is a plain linear map; otherwise logits are selected."""
-        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None and not has_device_hook(self.lm_head)
-        if self.draft_token_ids is None or not plain:
+        head = self.lm_head
+        if (
+            self.draft_token_ids is None
+            or type(head) is not nn.Linear
+            or head.bias is not None
+            or has_device_hook(head)
+        ):
             return None
-        weight = self.lm_head.weight.detach()
-        self._gathered_from = Stamp(self.lm_head.weight), Stamp(self.draft_token_ids)
+        weight = head.weight.detach()
+        self._gathered_from = Stamp(head.weight), Stamp(self.draft_token_ids)
         # A tensor made in inference mode could not take part in training later.
         with torch.inference_mode(False), torch.no_grad():
             return weight.index_select(0, self.draft_token_ids.to(weight.device))
@@ -155,12 +167,17 @@ def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 
 def _device(module: nn.Module, default: torch.device) -> torch.device:
     """Where a module wants its input; `default` when hooks move inputs themselves or it has no weight to tell."""
-    weight = getattr(module, "weight", None)
-    if has_device_hook(module) or not isinstance(weight, torch.Tensor) or weight.is_meta:
+    weight = _weight(module)
+    if has_device_hook(module) or weight is None or weight.is_meta:
         return default
     return weight.device
 
 
 def _float_dtype(module: nn.Module) -> torch.dtype | None:
+    weight = _weight(module)
+    return weight.dtype if weight is not None and weight.is_floating_point() else None
+
+
+def _weight(module: nn.Module) -> torch.Tensor | None:
     weight = getattr(module, "weight", None)
-    return weight.dtype if isinstance(weight, torch.Tensor) and weight.is_floating_point() else None
+    return weight if isinstance(weight, torch.Tensor) else None

@@ -63,7 +63,7 @@ class DSparkRotaryEmbedding(nn.Module):
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
     @torch.no_grad()
-    @dynamic_rope_update
+    @dynamic_rope_update  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> RotaryAngles:
         """`position_ids` `[B, T]` -> cosines and sines `[B, 1, T, rotary_dim]` in the dtype of `hidden_states`."""
         frequencies = position_ids[..., None].float() * self.inv_freq.float()  # [B, T, rotary_dim / 2]
@@ -171,7 +171,7 @@ class DSparkAttention(nn.Module):
                     "load it with attn_implementation='sdpa'."
                 )
             keys, values, attention_mask = with_sink(self.attention_sink_bias, queries, keys, values, attention_mask)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        attention: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, _ = attention(
             self,
             queries,

@@ -9,18 +9,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from .checkpoints.places import reading
 from .checkpoints.reading import is_drafter
 from .number_types import floating_dtype
+from .transformers_names import GenerativeModel
 
 
 def load_target(
     name: str, dtype: str | torch.dtype = "auto", device: str | None = None, **kwargs: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
     """
     Loads a target and its tokenizer, ready to generate.
 
@@ -38,7 +38,7 @@ def load_target(
 
 def load_language_model(
     name: str, dtype: str | torch.dtype = "auto", device: str | None = None, **kwargs: Any
-) -> PreTrainedModel:
+) -> GenerativeModel:
     """
     Loads a language model for inference.
 
@@ -60,12 +60,14 @@ def load_language_model(
     check_is_target(name, **kwargs)
     with reading(name, kwargs.get("revision")):
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+            model: GenerativeModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):  # followed by a list of all classes
                 raise
             raise ValueError(f"'{name}' is not a language model, so it cannot be a target.") from error
-    return (model if device is None else model.to(device)).eval()
+    if device is not None:
+        model.to(device)  # type: ignore[arg-type]  # Declared without `self`.
+    return model.eval()
 
 
 def check_is_target(name: str, **kwargs: Any) -> None:

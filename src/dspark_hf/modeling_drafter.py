@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from .draft_cache import DraftCache
 from .embeddings import SharedEmbeddings, target_embeddings
 from .layers import DSparkAttention
 from .scheduling import ThroughputCurve
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -56,7 +60,10 @@ class DrafterModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
 
     config: DrafterConfig
-    layers: nn.ModuleList
+    layers: Sequence[nn.Module]
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
+    extend_cache: Callable[..., None]  # Adds final tokens to a cache; what it reads of them is up to the kind.
     draft_token_ids: torch.Tensor | None
 
     def __init__(self, config: DrafterConfig):
@@ -89,6 +96,10 @@ class DrafterModel(PreTrainedModel):
             init.zeros_(module.attention_sink_bias)
         if module is self and self.draft_token_ids is not None:
             init.copy_(self.draft_token_ids, torch.arange(len(self.draft_token_ids)))
+
+    if TYPE_CHECKING:  # transformers wraps `to` so that type checkers take it for a function without `self`.
+
+        def to(self, *args: Any, **kwargs: Any) -> Self: ...  # type: ignore[override]
 
     # ------------------------------------------------------------------ what each kind answers
 
@@ -178,7 +189,7 @@ class DrafterModel(PreTrainedModel):
 
     # ------------------------------------------------------------------ embeddings
 
-    def get_input_embeddings(self) -> nn.Module | None:
+    def get_input_embeddings(self) -> nn.Module | None:  # type: ignore[override]  # None in transformers, too, at times.
         return self.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -201,7 +212,8 @@ class DrafterModel(PreTrainedModel):
             target = binding[0]()
             if target is None:  # The target is gone, but not what was borrowed from it.
                 return binding[1]
-        embed_tokens, lm_head = self.embed_tokens, self.lm_head
+        embed_tokens: nn.Module | None = self.embed_tokens
+        lm_head: nn.Module | None = self.lm_head
         if target is not None:
             check_target(self.config, target)
             theirs = target_embeddings(target)
@@ -252,7 +264,7 @@ class DrafterModel(PreTrainedModel):
         twin.config = copy.deepcopy(self.config)
         twin.config.has_embed_tokens = twin.config.has_lm_head = True
         head_weight = embeddings.head_weight()
-        twin.embed_tokens = nn.Embedding.from_pretrained(embeddings.embed_tokens.weight.detach().clone())
+        twin.embed_tokens = nn.Embedding.from_pretrained(embeddings.embedding_weight().detach().clone())
         twin.lm_head = nn.Linear(head_weight.shape[1], head_weight.shape[0], bias=False, device="meta")
         twin.lm_head.weight = nn.Parameter(head_weight.detach().clone(), requires_grad=False)
         return twin

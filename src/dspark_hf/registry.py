@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel
 
 from .configuration_drafter import DrafterConfig
 
-_drafters: dict[str, type[PreTrainedModel]] = {}
+_drafters: dict[str, type[Any]] = {}
 
 
-def register_kind(drafter: type[PreTrainedModel]) -> None:
+def register_kind(drafter: type[Any]) -> None:
     """
     Makes a kind of drafter known to `Drafter.from_pretrained`, to the readers of checkpoints, to `dspark-hf train --kind` and to
     transformers' Auto classes.
@@ -25,12 +25,12 @@ def register_kind(drafter: type[PreTrainedModel]) -> None:
     AutoModel.register(config, drafter, exist_ok=True)
 
 
-def unregister_kind(drafter: type[PreTrainedModel]) -> None:
+def unregister_kind(drafter: type[Any]) -> None:
     """Takes back [`register_kind`], except in transformers' Auto classes, which forget nothing."""
     del _drafters[drafter.config_class.model_type]
 
 
-def drafter_class(config: DrafterConfig) -> type[PreTrainedModel]:
+def drafter_class(config: DrafterConfig) -> type[Any]:
     """The class of the drafters with such a configuration."""
     return _drafters[config.model_type]
 

@@ -45,9 +45,9 @@ def rope_limit(model: torch.nn.Module) -> RopeLimit | None:
         kinds = vars(module).get("rope_type")
         for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
             if kind == "longrope":
-                parameters = module.config.rope_parameters
+                parameters = vars(module)["config"].rope_parameters
                 parameters = parameters if layer_type is None else parameters[layer_type]
                 return RopeLimit("longrope", parameters["original_max_position_embeddings"])
             if kind is not None and "dynamic" in kind:
-                return RopeLimit("dynamic", module.original_max_seq_len)
+                return RopeLimit("dynamic", vars(module)["original_max_seq_len"])
     return None

@@ -13,18 +13,24 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import transformers
 from transformers import AttentionInterface, Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
-from transformers.utils import output_capturing
+from transformers.utils import ModelOutput, output_capturing
 
-if TYPE_CHECKING:  # Training alone imports the Trainer, which takes long.
+if TYPE_CHECKING:
     from transformers import Trainer
+
+    # A `PreTrainedModel` with the `generate` that transformers has on another class: what `AutoModelForCausalLM` returns.
+    from transformers.models.auto.modeling_auto import _BaseModelWithGenerate
+
+    GenerativeModel: TypeAlias = _BaseModelWithGenerate
 else:
-    Trainer = object
+    Trainer = object  # Training alone imports the Trainer, which takes long.
+    GenerativeModel = PreTrainedModel
 
 # ---------------------------------------------------------------------- arguments of models
 
@@ -139,7 +145,7 @@ def default_generation_settings() -> dict[str, Any]:
     return dict(GenerationConfig._get_default_generation_params())
 
 
-def extended_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
+def extended_model_kwargs(model: GenerativeModel, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
     """A copy of `model_kwargs` whose masks, positions and token types cover `num_new_tokens` more tokens."""
     model_kwargs = dict(model_kwargs)
     if num_new_tokens == 0:
@@ -149,7 +155,7 @@ def extended_model_kwargs(model: PreTrainedModel, model_kwargs: dict[str, Any], 
     is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
     at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1
     for _ in range(num_new_tokens // at_once):
-        model_kwargs = update({}, model_kwargs, num_new_tokens=at_once)
+        model_kwargs = update(ModelOutput(), model_kwargs, num_new_tokens=at_once)
     return model_kwargs
 
 
@@ -171,6 +177,11 @@ class TrainerHooks(Trainer):
 
     input_columns: list[str]  # The columns of a dataset that reach the collator.
 
+    @property
+    def run_folder(self) -> str:
+        """The folder of the run. transformers fills it in where the arguments leave it out."""
+        return str(self.args.output_dir)
+
     def load_checkpoint(self, folder: str, model: torch.nn.Module | None = None) -> None:
         """Loads the weights of a checkpoint into `model`, by default the one being trained."""
         super()._load_from_checkpoint(folder, model)
@@ -190,7 +201,7 @@ class TrainerHooks(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         if not _internal_call and self.args.should_save:
-            self.model_was_saved(output_dir or self.args.output_dir)
+            self.model_was_saved(output_dir or self.run_folder)
 
     def model_was_saved(self, folder: str) -> None:
         """Called after the model was saved other than as a checkpoint, on the process that writes."""
@@ -204,7 +215,7 @@ class TrainerHooks(Trainer):
         write()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        self.write_model(output_dir or self.args.output_dir, state_dict)
+        self.write_model(output_dir or self.run_folder, state_dict)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -222,7 +233,7 @@ class TrainerHooks(Trainer):
         return self.count_items(batch_samples, device)
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = list(self.input_columns)
+        self._signature_columns: Any = list(self.input_columns)
 
 
 # ---------------------------------------------------------------------- the check

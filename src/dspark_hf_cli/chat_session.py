@@ -15,13 +15,13 @@ import torch
 from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.text import Text
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from dspark_hf.conversations.chat import Chat
 from dspark_hf.drafter import Drafter
 from dspark_hf.evaluation import BenchSettings
 from dspark_hf.generation import DraftTintStreamer, SpeculationStats, record_speculation
-from dspark_hf.transformers_names import CACHE_KEY
+from dspark_hf.transformers_names import CACHE_KEY, GenerativeModel
 
 # The colours of DraftTintStreamer, by their names in rich.
 DRAFTED_STYLE, OWN_STYLE = "dodger_blue1", "dark_orange"
@@ -93,7 +93,7 @@ class ChatSession:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: GenerativeModel,
         tokenizer: PreTrainedTokenizerBase,
         drafter: Drafter,
         system: str | None,

@@ -96,6 +96,7 @@ def _probe(
     target, tokenizer = load_target(target_name, dtype, device)
     drafter = drafter.to(device=target.device, dtype=target.dtype)
     prompts = []
+    encoded: Any
     for text in PROMPTS:
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]

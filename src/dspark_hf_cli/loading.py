@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from dspark_hf import Drafter
     from dspark_hf.evaluation import Task
+    from dspark_hf.transformers_names import GenerativeModel
 
 
 def say(text: str) -> None:
@@ -24,7 +25,7 @@ def say(text: str) -> None:
 
 def load_target(
     name: str, dtype: str, device: str | None, threads: int | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
     """
     The target and its tokenizer, ready to generate.
 

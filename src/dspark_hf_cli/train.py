@@ -462,7 +462,7 @@ def train(
     run = run_training(command)
     if not run.trainer.is_world_process_zero():
         return
-    folder = command.arguments.output_dir
+    folder = command.arguments.folder
     summary_of(run, command, command_line(context, given_options(context), other_settings(context))).save(folder)
     model, is_adapter = run.trainer.model, command.options.lora_rank is not None
     adapts = (command.options.drafter or "its drafter") if is_adapter else None
@@ -508,7 +508,7 @@ def summary_of(run: TrainingRun, command: TrainCommand, typed: str) -> TrainingS
     from dspark_hf.training.history import hours_of
     from dspark_hf.training.run import FIGURE
 
-    state, folder = run.trainer.state, Path(command.arguments.output_dir)
+    state, folder = run.trainer.state, Path(command.arguments.folder)
     found = environment()
     machine = {name: found[name] for name in ("platform", "cpu", "cpu_count", "memory_gib", "accelerators", "cuda")}
     results: dict[str, Any] = {name.removeprefix("eval_"): value for name, value in run.metrics.items()}

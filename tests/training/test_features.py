@@ -22,7 +22,7 @@ def test_taps_are_layer_outputs_and_the_last_state_makes_the_logits(name):
         layer.register_forward_hook(lambda m, i, o, k=k: outputs.update({k: o[0] if isinstance(o, tuple) else o}))
         for k, layer in enumerate(target.get_decoder().layers)
     ]
-    found = target_features(target, config, ids)
+    found = target_features(target, config.hidden_state_indices, ids)
     for hook in hooks:
         hook.remove()
     expected = torch.cat([target.get_input_embeddings()(ids), outputs[0], outputs[2]], dim=-1)
@@ -40,9 +40,9 @@ def test_rows_of_a_padded_batch_have_the_features_of_rows_alone(name):
     config = tiny.drafter_config(target)
     prompts = [tiny.prompt(length, seed=length)["input_ids"] for length in (5, 9, 14)]
     padded = torch.cat([torch.nn.functional.pad(ids, (0, 14 - ids.shape[1])) for ids in prompts])
-    together = target_features(target, config, padded)
+    together = target_features(target, config.hidden_state_indices, padded)
     for index, ids in enumerate(prompts):
-        for found, expected in zip(together, target_features(target, config, ids), strict=True):
+        for found, expected in zip(together, target_features(target, config.hidden_state_indices, ids), strict=True):
             torch.testing.assert_close(found[index, : ids.shape[1]], expected[0], rtol=1e-4, atol=1e-5)
 
 
@@ -59,7 +59,7 @@ def test_a_cache_gives_back_what_went_in(name, draft_vocab_size, rows, tmp_path)
         ids = torch.tensor([original["input_ids"]])
         assert row["input_ids"].tolist() == original["input_ids"]
         assert row["loss_mask"].long().tolist() == original["loss_mask"]
-        features = target_features(target, config, ids)
+        features = target_features(target, config.hidden_state_indices, ids)
         torch.testing.assert_close(row["context_features"], features.context_features[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(row["last_hidden_states"], features.last_hidden_states[0], rtol=1e-4, atol=1e-5)
         assert ("log_normalizers" in row) == (draft_vocab_size is not None)

@@ -29,7 +29,11 @@ def hidden_states(drafter, target, ids, attention_mask, attention="sdpa", block_
     drafter.set_attn_implementation(attention)
     inputs = drafter.training_inputs(ids, attention_mask, *ANCHORS)
     inputs["block_ids"] = inputs["block_ids"] if block_ids is None else block_ids
-    features = target_features(target, drafter.config, ids).context_features if features is None else features
+    features = (
+        target_features(target, drafter.config.hidden_state_indices, ids).context_features
+        if features is None
+        else features
+    )
     # Compiling flex_attention takes longer than all other tests together.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         return drafter(
@@ -75,7 +79,7 @@ def test_a_token_in_one_block_changes_no_other(changed, family, batch):
 def test_the_feature_at_the_anchor_and_after_it_is_invisible(batch):
     target = tiny.qwen3()
     drafter = tiny.random_drafter(target)
-    features = target_features(target, drafter.config, batch[0]).context_features
+    features = target_features(target, drafter.config.hidden_state_indices, batch[0]).context_features
     before = hidden_states(drafter, target, *batch, features=features)
     features = features.clone()
     features[0, 7:] += 1.0
@@ -90,6 +94,8 @@ def test_padding_is_invisible_and_a_block_in_a_batch_is_the_block_drafted_alone(
     for index, anchor in enumerate((3, 5)):
         ids = batch[0][1:, : anchor + 1]
         inputs = drafter.block_inputs(ids, torch.tensor([[anchor]]))
-        features = target_features(target, drafter.config, batch[0][1:, :12]).context_features[:, :anchor]
+        features = target_features(target, drafter.config.hidden_state_indices, batch[0][1:, :12]).context_features[
+            :, :anchor
+        ]
         alone = drafter(**inputs, context_features=features, embeddings=drafter.bind(target)).last_hidden_state[0]
         torch.testing.assert_close(alone, expected[index], rtol=1e-4, atol=1e-5)

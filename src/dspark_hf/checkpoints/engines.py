@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..configuration_drafter import DrafterConfig
 from ..kinds.dspark.configuration_dspark import DSparkConfig
 
 # The format names of `reading.FORMATS`, and of files written for the engines.
@@ -21,7 +22,7 @@ def is_plain_dflash(config: DSparkConfig) -> bool:
     return not config.markov_rank and not config.enable_confidence_head
 
 
-def obstacles(config: DSparkConfig, format_name: str) -> dict[str, list[str]]:
+def obstacles(config: DrafterConfig, format_name: str) -> dict[str, list[str]]:
     """
     For each engine, every reason it cannot serve such a drafter in a file of such a format; an empty list when it can. No
     engines for kinds of drafter whose files are not written for any: what engines make of them is not examined here.
@@ -106,7 +107,7 @@ def _llama_cpp(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield f"it loads vanilla sequential heads only, not {config.markov_head_type} ones"
 
 
-TESTS: dict[str, Callable[[DSparkConfig, str], Iterator[str]]] = {
+TESTS: dict[str, Callable[[Any, str], Iterator[str]]] = {
     "vLLM": _vllm,
     "SGLang": _sglang,
     "TensorRT-LLM": _tensorrt,
@@ -114,7 +115,7 @@ TESTS: dict[str, Callable[[DSparkConfig, str], Iterator[str]]] = {
 }
 
 
-def launch_command(engine: str, config: DSparkConfig, path: Any) -> str:
+def launch_command(engine: str, config: Any, path: Any) -> str:
     """The command that serves the drafter's target with the drafter at `path`."""
     target, path = shlex.quote(config.target_name_or_path or "TARGET"), str(path)
     drafts, plain = config.num_draft_tokens, is_plain_dflash(config)

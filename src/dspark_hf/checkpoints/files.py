@@ -180,7 +180,7 @@ def read_tensor_index(
         if headers_only and is_remote(path):
             tensors |= _remote_tensors_of(path, file, hub)
         else:
-            tensors |= _tensors_of(cached_file(path, file, **hub))
+            tensors |= _tensors_of(str(cached_file(path, file, **hub)))
     if lost := sorted((weight_map or {}).keys() - tensors.keys()):
         raise OSError(f"The shards of {path} lack {printable(lost[0])}, which its index lists. Download it again.")
     return tensors

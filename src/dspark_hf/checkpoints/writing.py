@@ -132,7 +132,7 @@ def export(drafter: DrafterModel, dst: Any, format: str) -> Export:
     return report(drafter, dst, format)
 
 
-def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
+def check_servable(config: Any, dst: Path, format: str) -> None:
     """Raises `ValueError` when what a format is for does not know this drafter, or every engine it is for refuses it."""
     if format not in config.export_formats:
         raise ValueError(
@@ -155,7 +155,7 @@ def check_servable(config: DSparkConfig, dst: Path, format: str) -> None:
 
 def contents(drafter: DrafterModel, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The `config.json` and the tensors to write."""
-    config = drafter.config
+    config: Any = drafter.config  # Of a kind that the format can hold.
     if format == "deepspec" or config.draft_vocab_size:
         drafter = owning(drafter)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
@@ -206,7 +206,9 @@ def check_dropped(drafter: DrafterModel, names: tuple[str, ...]) -> None:
         return
     for name, theirs in zip(EMBEDDINGS, target_embeddings(target), strict=True):
         ours = drafter.state_dict().get(name)
-        if name in names and ours is not None and not torch.equal(ours, theirs.weight.to(ours)):
+        if name not in names or ours is None:
+            continue
+        if not isinstance(theirs.weight, torch.Tensor) or not torch.equal(ours, theirs.weight.to(ours)):
             raise ValueError(
                 f"The drafter's own {name} is not its target's, but engines would use the target's. Load the drafter with "
                 "borrow_embeddings=True if that is meant, or write the deepspec format, which keeps it."
@@ -249,7 +251,7 @@ def check_written(drafter: DrafterModel, folder: Path, format: str) -> None:
         raise ValueError(f"The {format} format cannot hold this drafter:\n" + "\n".join(f"- {p}" for p in problems))
 
 
-def differences(ours: DSparkConfig, read: DSparkConfig) -> Iterator[str]:
+def differences(ours: Any, read: Any) -> Iterator[str]:
     """Fields that came back changed and matter to what is drafted."""
     first, second = ours.to_dict(), read.to_dict()
     for name in sorted(first.keys() - DESCRIPTIVE):
@@ -269,7 +271,7 @@ def _both_unused(name: str, config: DSparkConfig) -> bool:
     }.get(name, False)
 
 
-def _parse_problems(folder: Path, config: DSparkConfig) -> Iterator[str]:
+def _parse_problems(folder: Path, config: Any) -> Iterator[str]:
     """What transformers' own configuration classes, through which the engines read, would make of the file."""
     parsed = AutoConfig.from_pretrained(folder)
     if "sliding_attention" in (config.layer_types or ()) and parsed.sliding_window != config.sliding_window:

@@ -28,7 +28,7 @@ from .templates import has_template, opening_tokens
 
 logger = logging.get_logger(__name__)
 
-Encoded = dict[str, list]
+Encoded = dict[str, list[int]]
 
 _OF_RESPONSE = ("response_ids", "finished")  # Fields of a row about its response, not for the template.
 _BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # A template writes these as well.
@@ -151,7 +151,9 @@ class _Writer:
         stop = next((i for i, token in enumerate(response, start=1) if token in self.ends), None)
         return prompt, list(response[:stop])
 
-    def response(self, before: list, message: dict[str, Any], opening: str, prompt: list[int]) -> list[int]:
+    def response(
+        self, before: list[dict[str, Any]], message: dict[str, Any], opening: str, prompt: list[int]
+    ) -> list[int]:
         """Its own words, and what ends its turn where no limit cut it."""
         head, found, closing = self.render([*before, {"role": "assistant", "content": _MARK}]).partition(_MARK)
         if not found:
@@ -200,9 +202,10 @@ class _Writer:
             return "".join(message["content"] for message in messages)
         messages = [{name: m[name] for name in m if name not in _OF_RESPONSE} for m in messages]
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=prompt, **self.options
             )
+            return str(text)
         except (TemplateError, TypeError) as error:
             raise ValueError(
                 f"The chat template refuses a conversation of {', '.join(m['role'] for m in messages)}: {error}. Bring such "

@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -35,7 +37,7 @@ def measured(target: PreTrainedModel) -> Iterator[Meter]:
     meter, device = Meter(), target.device
     is_first = True
 
-    def after_pass(module, args, kwargs, output):
+    def after_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         nonlocal is_first
         if is_first:
             synchronize(device)

@@ -158,7 +158,7 @@ class DFlashView(nn.Module):
         reasons = drafter.beyond_dflash(heads_elsewhere)
         if reasons:
             raise ValueError(f"transformers' DFlash generator cannot run this drafter: it has {', '.join(reasons)}.")
-        self.drafter = drafter
+        self.drafter: Any = drafter
         self.config = copy.deepcopy(drafter.config)
         # The generator drops the first slot of a block. Where that slot predicts, the block needs one slot more.
         self._adds_slot = drafter.config.sample_from_anchor

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any, get_args
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..generation import StageClock
 from ..generation.telemetry import InnerStage
+from ..transformers_names import GenerativeModel
 from .meter import synchronize
 from .methods import Method
 from .runner import BenchSettings, answer
@@ -19,7 +20,7 @@ PARTS = (*get_args(InnerStage), PYTHON)
 
 
 def profile_methods(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: list[Method],
     tasks: list[Task],

@@ -126,7 +126,7 @@ class RecordFile:
                 self.differences.append(Difference(**line["check"]["difference"]))
 
 
-def pack_rounds(rounds: list[Round]) -> dict[str, list]:
+def pack_rounds(rounds: list[Round]) -> dict[str, list[Any]]:
     """Rounds as one list per field, which takes a fraction of the space."""
     packed = {name: [getattr(r, name) for r in rounds] for name in _ROUND_FIELDS}
     for name, values in packed.items():
@@ -137,7 +137,7 @@ def pack_rounds(rounds: list[Round]) -> dict[str, list]:
     return packed
 
 
-def unpack_rounds(packed: dict[str, list]) -> list[Round]:
+def unpack_rounds(packed: dict[str, list[Any]]) -> list[Round]:
     """The inverse of [`pack_rounds`], up to rounding."""
     known = {name: values for name, values in packed.items() if name in _ROUND_FIELDS}
     return [Round(**dict(zip(known, values, strict=True))) for values in zip(*known.values(), strict=True)]

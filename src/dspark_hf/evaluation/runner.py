@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..conversations.chat import Chat
 from ..generation.telemetry import StageClock, record_speculation
-from ..transformers_names import CACHE_KEY
+from ..transformers_names import CACHE_KEY, GenerativeModel
 from .meter import measured
 from .methods import PLAIN, Method
 from .records import Difference, Record, RecordFile, Turn
@@ -69,7 +69,7 @@ class Progress(NamedTuple):
 
 
 def run_bench(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: list[Method],
     tasks: list[Task],
@@ -133,7 +133,7 @@ def rotated(methods: list[Method], index: int) -> list[Method]:
 
 @torch.no_grad()
 def answer(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     tokenizer: PreTrainedTokenizerBase,
     method: Method,
     prompt: Prompt,
@@ -184,7 +184,13 @@ def answer(
     return turns
 
 
-def warm_up(target, tokenizer, methods: list[Method], prompt: Prompt, settings: BenchSettings) -> None:
+def warm_up(
+    target: GenerativeModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: list[Method],
+    prompt: Prompt,
+    settings: BenchSettings,
+) -> None:
     """Runs each method once, unmeasured: kernels are chosen, buffers grow, compilation happens."""
     short = BenchSettings(
         min(settings.max_new_tokens, 16), settings.temperature, settings.seed, settings.generate_kwargs
@@ -200,7 +206,7 @@ CHECK_TOKENS = 128
 
 
 def check_greedily(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: list[Method],
     tasks: list[Task],
@@ -238,7 +244,13 @@ def check_greedily(
 
 
 def check_prompt(
-    target, tokenizer, methods: list[Method], task: str, index: int, prompt: Prompt, file: RecordFile
+    target: GenerativeModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: list[Method],
+    task: str,
+    index: int,
+    prompt: Prompt,
+    file: RecordFile,
 ) -> list[Difference]:
     """Compares the answers to one prompt with that of plain `generate`, unless they were compared before."""
     plain = file.records.get((task, index, PLAIN))
@@ -254,7 +266,9 @@ def check_prompt(
 
 
 @torch.no_grad()
-def first_difference(target, tokenizer, prompt: Prompt, plain: Record, other: Record) -> Difference | None:
+def first_difference(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, plain: Record, other: Record
+) -> Difference | None:
     """Where `other` first differs from `plain`. Later turns are not compared: they answer another conversation."""
     chat = Chat(tokenizer, prompt.system)
     for number, (text, expected, got) in enumerate(zip(prompt.turns, plain.turns, other.turns)):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..drafter import Drafter
 from ..generation.telemetry import record_speculation
@@ -26,6 +25,7 @@ from ..scheduling import (
     ThroughputScheduler,
 )
 from ..storage.json_lines import ResumableLines
+from ..transformers_names import GenerativeModel
 from .costs import measure_costs
 from .meter import measured
 from .methods import Method, plain_method
@@ -106,7 +106,7 @@ def serving_methods(drafter: Drafter, curve: ThroughputCurve, threshold: float =
 
 
 def run_serving(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     prompt_ids: Sequence[torch.Tensor],
     methods: list[Method],
     batches: Sequence[int],
@@ -148,7 +148,7 @@ def run_serving(
 
 @torch.no_grad()
 def measure_load(
-    target: PreTrainedModel,
+    target: GenerativeModel,
     inputs: dict[str, torch.Tensor],
     method: Method,
     num_new_tokens: int,
@@ -187,7 +187,7 @@ def batch_of(prompt_ids: Sequence[torch.Tensor], num_rows: int, device: torch.de
 
 def serving_curve(
     path: Path,
-    target: PreTrainedModel,
+    target: GenerativeModel,
     drafter: Drafter,
     batches: Sequence[int],
     context_length: int,

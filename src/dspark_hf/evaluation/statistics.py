@@ -147,7 +147,7 @@ def summarize(records: Iterable[Record], plain: Iterable[Record] = (), seed: int
 def ratio_of_sums(top: np.ndarray, bottom: np.ndarray, factor: float = 1.0, seed: int = 0) -> Estimate:
     """`factor * sum(top) / sum(bottom)` over prompts, `[N]` and `[N]`; NaN where the bottom is 0."""
 
-    def statistic(t, b, axis=-1):
+    def statistic(t: np.ndarray, b: np.ndarray, axis: int = -1) -> Any:
         with np.errstate(divide="ignore", invalid="ignore"):
             return factor * t.sum(axis) / b.sum(axis)
 
@@ -158,14 +158,16 @@ def speedup(counts: list[Counts], base: list[Counts], seed: int = 0) -> Estimate
     """Tokens per second over those of `base`, for the same prompts in the same order."""
     columns = [_column(c, name) for c in (counts, base) for name in ("tokens", "seconds")]
 
-    def statistic(tokens, seconds, base_tokens, base_seconds, axis=-1):
+    def statistic(
+        tokens: np.ndarray, seconds: np.ndarray, base_tokens: np.ndarray, base_seconds: np.ndarray, axis: int = -1
+    ) -> Any:
         with np.errstate(divide="ignore", invalid="ignore"):
             return tokens.sum(axis) / seconds.sum(axis) / (base_tokens.sum(axis) / base_seconds.sum(axis))
 
     return bootstrap(tuple(columns), statistic, seed)
 
 
-def bootstrap(columns: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray], seed: int = 0) -> Estimate:
+def bootstrap(columns: tuple[np.ndarray, ...], statistic: Callable[..., Any], seed: int = 0) -> Estimate:
     """
     A statistic and its percentile bootstrap interval. Prompts are resampled, all columns alike.
 

@@ -66,5 +66,6 @@ class BatchSteps:
         """The scores `[B, V]` of all steps, where the user asked for scores."""
         if self._scores is not None:
             step = slice(self._num_steps - 1, self._num_steps)
-            self._scores += stacked([output.returned.scores[step] for output in self._outputs]) or ()
+            rows = [(output.returned.scores or ())[step] for output in self._outputs]
+            self._scores += stacked(rows) or ()
         return self._scores

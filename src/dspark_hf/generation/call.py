@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..rope_limit import RopeLimit, rope_limit
 from ..scheduling import NoBackoff, RowsBackoff, VerifyScheduler
-from ..transformers_names import is_callers_cache, pad_token_of
+from ..transformers_names import GenerativeModel, is_callers_cache, pad_token_of
 from .batch_steps import BatchSteps
 from .candidate_generator import Draft, DrafterCandidateGenerator
 from .context_memory import remember
@@ -147,7 +147,7 @@ class Call:
 
 
 def prepare_call(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,

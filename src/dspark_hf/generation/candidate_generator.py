@@ -169,7 +169,9 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
 
     # ------------------------------------------------------------------ the interface of transformers
 
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def get_candidates(  # type: ignore[override]  # Declared for LongTensor, an older type of tensors.
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         The interface of transformers' assisted generation: `input_ids` with the drafts appended, and their log
         probabilities `[B, G, V]` (`None` for greedy drafts). The context is what was added to `context`.

@@ -19,7 +19,9 @@ from .prompt_pass import cache_holds_prefix, recompute_features
 from .target_model import TargetModel
 
 # Keyed by the target's cache object and gone with it: nothing is stored on either model.
-_memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref, torch.Tensor, DraftCache]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref[Drafter], torch.Tensor, DraftCache]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def remember(cache: Cache, drafter: Drafter, token_ids: torch.Tensor, draft_cache: DraftCache) -> None:

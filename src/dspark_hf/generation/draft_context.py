@@ -89,8 +89,8 @@ class DraftContext:
 
     def next_positions(self, num_tokens: int) -> torch.Tensor:
         """Absolute positions of the `num_tokens` tokens after each row's context, `[B, num_tokens]`."""
-        starts = [length + first for length, first in zip(self.cache.lengths, self.first_positions, strict=True)]
-        starts = torch.tensor(starts, device=self.drafter.device)
+        lengths = zip(self.cache.lengths, self.first_positions, strict=True)
+        starts = torch.tensor([length + first for length, first in lengths], device=self.drafter.device)
         return starts[:, None] + torch.arange(num_tokens, device=starts.device)
 
     def keep_rows(self, rows: list[int]) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..sampling import drafting_distribution, draw
-from .logits_process import is_rowwise, names_tokens
+from .logits_process import is_rowwise, names_tokens, processed
 from .telemetry import stage
 
 
@@ -88,9 +88,9 @@ class DraftSampler:
         with stage("processors"):
             if self._are_rowwise:  # Then they are the same for all rows.
                 no_ids = torch.zeros(len(scores), 0, dtype=torch.long, device=scores.device)
-                return self._processors[0](no_ids, scores)
+                return processed(self._processors[0], no_ids, scores)
             rows = zip(self._processors, self._sequences, scores.split(1), strict=True)
-            return torch.cat([processors(ids, row) for processors, ids, row in rows])
+            return torch.cat([processed(processors, ids, row) for processors, ids, row in rows])
 
     def _over_full_vocabulary(self, values: torch.Tensor, outside: float) -> torch.Tensor:
         """`[..., V_draft]` -> `[..., V]`; tokens outside the draft vocabulary get the value `outside`."""

@@ -6,19 +6,20 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..drafter import Drafter
 from ..scheduling import VerifyScheduler
+from ..transformers_names import GenerativeModel
 from .call import DraftOptions, prepare_call
 from .loop import decode
 
 
 @torch.no_grad()
 def dspark_generate(
-    model: PreTrainedModel,
+    model: GenerativeModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,

@@ -9,12 +9,13 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.reading import HUB_ARGUMENTS
 from ..drafter import Drafter
+from ..transformers_names import GenerativeModel
 
 # Drafters by where they came from, for as long as their target lives.
 _drafters: WeakKeyDictionary[PreTrainedModel, dict[Any, Drafter]] = WeakKeyDictionary()
 
 
-def generate_with(model: PreTrainedModel, drafter: Any = None, **kwargs: Any) -> Any:
+def generate_with(model: GenerativeModel, drafter: Any = None, **kwargs: Any) -> Any:
     """
     What `target.generate(**inputs, custom_generate="owner/drafter", trust_remote_code=True)` runs.
 
@@ -39,7 +40,7 @@ def generate_with(model: PreTrainedModel, drafter: Any = None, **kwargs: Any) ->
     return model.generate(**(kwargs | {"assistant_model": drafter}))
 
 
-def _load(model: PreTrainedModel, name: str, hub: dict[str, Any]) -> Drafter:
+def _load(model: GenerativeModel, name: str, hub: dict[str, Any]) -> Drafter:
     key = (name, hub.get("revision"), hub.get("subfolder"), model.dtype, model.device)
     loaded = _drafters.setdefault(model, {})
     if key not in loaded:

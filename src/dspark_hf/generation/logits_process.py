@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 
@@ -27,6 +28,11 @@ _STATEFUL = (
     stock.SynthIDTextWatermarkLogitsProcessor,
     stock.WhisperTimeStampLogitsProcessor,
 )
+
+
+def processed(processors: LogitsProcessorList, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The scores `[B, V]` as all processors leave them, given the tokens so far, `[B, L]`."""
+    return processors(input_ids, scores)  # type: ignore[arg-type]  # Declared for LongTensor, an older type of tensors.
 
 
 def is_rowwise(processors: LogitsProcessorList) -> bool:

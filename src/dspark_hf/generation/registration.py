@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StopStringCriteria
 from transformers.generation import StoppingCriteriaList
 
 from ..drafter import Drafter
-from ..transformers_names import default_generation_settings
+from ..transformers_names import GenerativeModel, default_generation_settings
 from .entry import dspark_generate
 from .requirements import unwrap_drafter
 
@@ -29,24 +30,27 @@ def register() -> None:
         return
 
     @functools.wraps(current)
-    def generate(self, *args, **kwargs):
+    def generate(self: GenerativeModel, *args: Any, **kwargs: Any) -> Any:
         drafter = _drafter_in(current, self, args, kwargs)
         if drafter is None:
             return current(self, *args, **kwargs)
         return _generate_with_drafter(current, self, drafter, args, kwargs)
 
     setattr(generate, _ORIGINAL, current)
-    GenerationMixin.generate = generate
+    GenerationMixin.generate = generate  # type: ignore[method-assign]
 
 
 def unregister() -> None:
     """Gives transformers its own `generate` back."""
     original = getattr(GenerationMixin.generate, _ORIGINAL, None)
     if original is not None:
-        GenerationMixin.generate = original
+        GenerationMixin.generate = original  # type: ignore[method-assign]
 
 
-def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> Drafter | None:
+def _drafter_in(
+    generate: Callable[..., Any], target: GenerativeModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Drafter | None:
+    """The drafter that a call of `generate` names, if it names one."""
     if kwargs.get("custom_generate") is dspark_generate and kwargs.get("drafter") is not None:
         return unwrap_drafter(kwargs["drafter"])
     assistant = kwargs.get("assistant_model")
@@ -55,7 +59,14 @@ def _drafter_in(generate, target, args: tuple, kwargs: dict[str, Any]) -> Drafte
     return unwrap_drafter(assistant)
 
 
-def _generate_with_drafter(generate, target, drafter: Drafter, args: tuple, kwargs: dict[str, Any]):
+def _generate_with_drafter(
+    generate: Callable[..., Any],
+    target: GenerativeModel,
+    drafter: Drafter,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What `generate` returns when it decodes with our loop."""
     call = inspect.signature(generate).bind(target, *args, **kwargs).arguments
     call.update(call.pop("kwargs", {}))
     del call["self"]
@@ -72,7 +83,14 @@ def _generate_with_drafter(generate, target, drafter: Drafter, args: tuple, kwar
     settings = {name: _setting(name, call) for name in DRAFT_SETTINGS}
     streamer = call.get("streamer")
 
-    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    def decode(
+        model: GenerativeModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
         return dspark_generate(
             model,
             input_ids,

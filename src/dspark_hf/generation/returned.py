@@ -97,8 +97,10 @@ def assemble(
     sequences = torch.cat(padded)
     if not generation_config.return_dict_in_generate:
         return sequences
-    fields = {name: stacked([getattr(row, name) for row in returned]) for name in FIELDS}
-    return GenerateDecoderOnlyOutput(sequences=sequences, **fields, **{CACHE_KEY: cache})
+    shown: dict[str, Any] = {"sequences": sequences, CACHE_KEY: cache} | {
+        name: stacked([getattr(row, name) for row in returned]) for name in FIELDS
+    }
+    return GenerateDecoderOnlyOutput(**shown)
 
 
 def stacked(rows: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:

@@ -61,17 +61,17 @@ def processors_for_row(processors: LogitsProcessorList, row: int, num_rows: int)
 
 def _for_row(processor: LogitsProcessor, row: int, num_rows: int) -> LogitsProcessor:
     # What transformers' own processors know of each row is cut to this row, which costs less than showing them all rows.
-    kind = type(processor)
-    if kind is stock.PrefixConstrainedLogitsProcessor:
+    # Stock processors alone: a subclass may know more.
+    if type(processor) is stock.PrefixConstrainedLogitsProcessor:
         allowed = allowed_tokens_function(processor)
         return stock.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), num_beams=1)
-    if kind is stock.EncoderNoRepeatNGramLogitsProcessor:
+    if type(processor) is stock.EncoderNoRepeatNGramLogitsProcessor:
         return _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[row]])
-    if kind is stock.EncoderRepetitionPenaltyLogitsProcessor:
+    if type(processor) is stock.EncoderRepetitionPenaltyLogitsProcessor:
         return _changed(processor, encoder_input_ids=processor.encoder_input_ids[row : row + 1])
-    if kind is stock.RepetitionPenaltyLogitsProcessor and torch.is_tensor(processor.prompt_ignore_length):
+    if type(processor) is stock.RepetitionPenaltyLogitsProcessor and torch.is_tensor(processor.prompt_ignore_length):
         return _changed(processor, prompt_ignore_length=processor.prompt_ignore_length[row : row + 1])
-    if kind is stock.UnbatchedClassifierFreeGuidanceLogitsProcessor:
+    if type(processor) is stock.UnbatchedClassifierFreeGuidanceLogitsProcessor:
         context = {k: v[row : row + 1] if torch.is_tensor(v) else v for k, v in processor.unconditional_context.items()}
         return _changed(processor, unconditional_context=context)  # Shares the model, not what it has computed.
     if is_stateless_stock(processor):

@@ -74,7 +74,7 @@ class RowsTargetPass:
         features = context_features(raw, self.hidden_state_indices).split(counts, dim=1)
         logits = raw.logits.to(device=device, dtype=torch.float32).split(counts, dim=1)
         states = [state.split(counts, dim=1) for state in raw.hidden_states] if self._wants_all_states else []
-        of_rows = list(zip(*states, strict=True)) or [None] * len(counts)
+        of_rows: list[Any] = list(zip(*states, strict=True)) or [None] * len(counts)
         rows = zip(logits, features, of_rows, strict=True)
         return [TargetOutput(own_logits, own_features, RowStates(own)) for own_logits, own_features, own in rows]
 

@@ -116,8 +116,8 @@ class DraftTintStreamer(DraftStreamer):
         return text
 
     def _pending_text(self) -> str:
-        before = self.tokenizer.decode(self._token_ids[: self._num_printed], **self.decode_kwargs)
-        after = self.tokenizer.decode(self._token_ids, **self.decode_kwargs)
+        before = str(self.tokenizer.decode(self._token_ids[: self._num_printed], **self.decode_kwargs))
+        after = str(self.tokenizer.decode(self._token_ids, **self.decode_kwargs))
         return after[len(before) :]
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig
 
-from ..transformers_names import CACHE_KEY, context_features, output_hidden_states
+from ..transformers_names import CACHE_KEY, GenerativeModel, context_features, output_hidden_states
 from .requirements import refuse
 from .telemetry import stage
 
@@ -53,16 +53,17 @@ class TargetModel:
         ValueError: when the target's cache is off.
     """
 
-    model: PreTrainedModel
+    model: GenerativeModel
     model_kwargs: dict[str, Any]
     generation_config: GenerationConfig
     hidden_state_indices: list[int]
 
     def __post_init__(self) -> None:
-        self.cache = self.model_kwargs.get(CACHE_KEY)
+        cache = self.model_kwargs.get(CACHE_KEY)
         self.forgets_context = False
-        if self.cache is None or not self.model_kwargs.get("use_cache", True):
+        if cache is None or not self.model_kwargs.get("use_cache", True):
             refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
+        self.cache: Cache = cache
 
     @property
     def past_length(self) -> int:

@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList
 
 from ..sampling import draw, passes, residual, verify_greedy, verify_sampled
 from .candidate_generator import Draft
+from .logits_process import processed
 from .telemetry import stage
 
 
@@ -50,7 +51,7 @@ class TokenChoice:
         if self._processor:
             with stage("processors"):
                 flat = scores.reshape(-1, scores.shape[-1]).clone()
-                scores = self._processor(self._draft_ids.new_zeros(len(flat), 0), flat).view_as(scores)
+                scores = processed(self._processor, self._draft_ids.new_zeros(len(flat), 0), flat).view_as(scores)
         self._scores = list(scores.unbind(1))
         if not self._do_sample:
             accepted, follow = verify_greedy(self._draft_ids, scores.argmax(-1))
@@ -77,7 +78,7 @@ class TokenChoice:
         """
         for slot in range(self.num_slots):
             with stage("processors"):
-                scores = self._processor(current_ids(), self._logits[:, slot].clone())
+                scores = processed(self._processor, current_ids(), self._logits[:, slot].clone())
             self._scores.append(scores)
             with stage("acceptance"):
                 accepted, token_ids = self._verify_slot(slot, scores)

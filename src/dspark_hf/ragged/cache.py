@@ -7,6 +7,8 @@ to another request is setting it to 0, so nothing is copied, cropped or concaten
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
@@ -123,6 +125,8 @@ class RaggedCache(Cache):
         pads (`bool`): Whether passes feed padded rows instead of packed tokens.
     """
 
+    layers: list[RaggedLayer]  # type: ignore[assignment]
+
     def __init__(self, num_layers: int, num_rows: int) -> None:
         super().__init__(layers=[RaggedLayer(num_rows) for _ in range(num_layers)])
         self.lengths = [0] * num_rows
@@ -141,15 +145,16 @@ class RaggedCache(Cache):
             attended: False at padding, `[B, T]`; `None` for no padding. Padding before a row's first token is left out.
             position_ids: Position of each of the `T` columns, `[B, T]` or `[axes, B, T]`.
         """
-        num_columns, num_rows = int(cache.get_seq_length()), cache.layers[0].keys.shape[0]
-        own = cls(len(cache.layers), num_rows)
+        layers: list[Any] = cache.layers
+        num_columns = int(cache.get_seq_length())
+        own = cls(len(layers), num_rows=layers[0].keys.shape[0])
         if attended is not None:
             attended = attended.bool().cpu()
             own._padding = attended.int().argmax(dim=1).tolist()
         own.lengths = [num_columns - padding for padding in own._padding]
         columns = torch.arange(max(own.lengths))
         sources = (columns + torch.tensor(own._padding)[:, None]).clamp(max=num_columns - 1)  # [B, longest row]
-        for layer, filled in zip(own.layers, cache.layers, strict=True):
+        for layer, filled in zip(own.layers, layers, strict=True):
             layer.reserve(len(columns))
             if filled.keys is not None:  # Else the layer uses the keys and values of another.
                 layer.take_over(
@@ -197,13 +202,12 @@ class RaggedCache(Cache):
     def extract(self, row: int) -> dict[int, KeyValues]:
         """A copy of one row's keys and values `[H_kv, T, d]` by their layer, in the columns of an ordinary cache."""
         padding, length = (0, 0, self._padding[row], 0), self.lengths[row]
-        return {
-            index: tuple(
-                torch.nn.functional.pad(buffer[row, :, :length], padding) for buffer in (layer.keys, layer.values)
-            )
-            for index, layer in enumerate(self.layers)
-            if layer.is_initialized
-        }
+        pad, extracted = torch.nn.functional.pad, {}
+        for index, layer in enumerate(self.layers):
+            keys, values = layer.keys, layer.values
+            if keys is not None and values is not None:  # Else the layer uses the keys and values of another.
+                extracted[index] = pad(keys[row, :, :length], padding), pad(values[row, :, :length], padding)
+        return extracted
 
     @property
     def num_bytes(self) -> int:
@@ -227,10 +231,10 @@ def fill(cache: Cache, rows: dict[int, dict[int, KeyValues]], num_columns: int) 
         if isinstance(layer, DynamicLayer):  # Older versions of transformers only fill it with zeros.
             layer.is_initialized = False
     for index in rows[0]:
-        stacked = [
+        keys, values = (
             torch.stack([_filled(rows[row][index][part], num_columns) for row in sorted(rows)]) for part in (0, 1)
-        ]
-        cache.update(*stacked, index)
+        )
+        cache.update(keys, values, index)
 
 
 def _filled(states: torch.Tensor, num_columns: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -59,8 +60,11 @@ class Group:
 
     def to(self, device: torch.device) -> Group:
         """The same group with its indices on `device`."""
-        tensors = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), torch.Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            n: v.to(device, non_blocking=True) for n, v in values.items() if isinstance(v, torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _is_right(model: PreTrainedModel, num_layers: int) -> bool:
     return bool((together - alone).abs().max() < 0.1 * alone.std())
 
 
-def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., torch.Tensor]]:
+def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
     """
     For each type of the target's layers the mask function that says what a token attends to.
 
@@ -175,7 +175,8 @@ def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., torch.Tensor]]
         ValueError: for other types than [`LAYER_TYPES`].
     """
     config = model.config.get_text_config(decoder=True)
-    window, chunk_size = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    window: Any = getattr(config, "sliding_window", None)
+    chunk_size: Any = getattr(config, "attention_chunk_size", None)
     of_all = "full_attention" if window is None else "sliding_attention"
     layer_types = set(getattr(config, "layer_types", None) or [of_all])
     if unknown := sorted(layer_types - set(LAYER_TYPES)):
@@ -183,7 +184,7 @@ def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., torch.Tensor]]
             f"Rows of different lengths cannot share a pass of {type(model).__name__}, which has layers of the type "
             f"{', '.join(unknown)}. Generate for each row alone."
         )
-    rules = {
+    rules: dict[str, Callable[[], Callable[..., Any]]] = {
         "full_attention": lambda: causal_mask_function,
         "sliding_attention": lambda: sliding_window_causal_mask_function(window),
         "chunked_attention": lambda: chunked_causal_mask_function(chunk_size, torch.zeros(1, dtype=torch.long)),

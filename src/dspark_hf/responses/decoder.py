@@ -164,6 +164,7 @@ class SlotDecoder:
         """One decoding pass over all rows that have a request, then the completions it made."""
         active = [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
         logits = self.feed([[] if row is None else [row.current_id] for row in self.rows])  # [n, V]
+        assert logits is not None
         uniforms = torch.tensor([row.uniform for _, row in active])
         token_ids = sample_tokens(logits, uniforms.to(self.device), self.sampling).tolist()
         self.on_tokens(len(active))

@@ -8,8 +8,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
+from ..transformers_names import GenerativeModel
 from .requests import Completion, Request
 from .token_sampling import Sampling
 
@@ -26,7 +27,7 @@ class PlainDecoder:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: GenerativeModel,
         sampling: Sampling,
         eos_token_ids: list[int],
         slots: int,

@@ -124,7 +124,7 @@ class Regenerator(ResponseWriter):
     def add(self, conversation: Conversation, completion: Completion) -> None:
         end = [] if completion.end_id is None else [completion.end_id]
         conversation.add(
-            self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            str(self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)),
             completion.finished,
             completion.token_ids + end if self.settings.save_token_ids else None,
         )
@@ -160,10 +160,11 @@ class Regenerator(ResponseWriter):
     def render(self, messages: list[dict[str, Any]]) -> str:
         if self.tokenizer.chat_template is None:
             return str(messages[0]["content"])
-        thinking = thinking_switch(self.settings.enable_thinking)
-        return self.tokenizer.apply_chat_template(
+        thinking: dict[str, Any] = thinking_switch(self.settings.enable_thinking)
+        text = self.tokenizer.apply_chat_template(
             without_ids(messages), tokenize=False, add_generation_prompt=True, **thinking
         )
+        return str(text)
 
     def decoder(
         self, max_length: int, on_tokens: Callable[[int], None] = lambda count: None

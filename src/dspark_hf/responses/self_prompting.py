@@ -67,7 +67,7 @@ def self_prompt(
                     if id not in kept_ids
                 ]
                 for completion in decoder.run(requests):
-                    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True).strip()
+                    text = str(tokenizer.decode(completion.token_ids, skip_special_tokens=True)).strip()
                     kept = completion.finished and len(text) >= min_chars and normalised(text) not in seen
                     if kept:
                         seen.add(normalised(text))
@@ -100,7 +100,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> 
         raise ValueError(
             f"The tokenizer of '{tokenizer.name_or_path}' has no chat template; only an instruct target writes prompts."
         )
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     prefix, found, rest = text.partition(mark)
     end_ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
     if not found or not prefix or not end_ids:

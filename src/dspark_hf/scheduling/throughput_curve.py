@@ -84,7 +84,7 @@ class ThroughputCurve:
         self.measured_on = measured_on or {}
         self.drafting = _by_count(drafting)
         self.rows = _by_count(rows)
-        self._checked: weakref.ref | None = None  # The target that it is known to be true for.
+        self._checked: weakref.ref[Any] | None = None  # The target that it is known to be true for.
         self._tables: dict[int, np.ndarray] = {}
 
     @classmethod

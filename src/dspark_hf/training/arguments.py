@@ -73,11 +73,22 @@ class DSparkTrainingArguments(TrainingArguments):
         },
     )
 
-    def __getstate__(self):
+    @property
+    def folder(self) -> str:
+        """`output_dir`, which transformers fills in where it is left out."""
+        return str(self.output_dir)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """`chat_template_kwargs`, which may be given as JSON, as a dictionary."""
+        assert not isinstance(self.chat_template_kwargs, str), "read when the arguments are made"
+        return self.chat_template_kwargs or {}
+
+    def __getstate__(self) -> dict[str, Any]:
         """Without the token: `training_args.bin`, which lies beside the weights and is pushed with them, holds this."""
         return vars(self) | {"hub_token": None}
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.chat_template_kwargs, str):
             try:

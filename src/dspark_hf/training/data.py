@@ -135,13 +135,13 @@ def cache_index(source: str) -> dict[str, Any]:
     return json.loads((Path(source) / "index.json").read_text(encoding="utf-8"))
 
 
-def joined(sources: Sequence[TrainingData], chosen: Sequence[Sequence[int]]) -> Dataset | None:
+def joined(sources: Sequence[TrainingData], chosen: Sequence[Sequence[int]]) -> Dataset[Any] | None:
     """The chosen rows of every source as one data set; `None` when there are none."""
     parts = [Subset(_Rows(source.rows), list(some)) for source, some in zip(sources, chosen, strict=True) if some]
     return ConcatDataset(parts) if parts else None
 
 
-class _Rows(Dataset):
+class _Rows(Dataset[Any]):
     """A sequence as torch's data set."""
 
     def __init__(self, rows: Any):

@@ -58,4 +58,5 @@ def set_draft_vocabulary(drafter: Drafter, token_ids: torch.Tensor) -> None:
             f"The drafter's configuration has draft_vocab_size={size} of {vocab_size} tokens; given were "
             f"{len(token_ids)} different ids from {int(token_ids[0])} to {int(token_ids[-1])}."
         )
+    assert drafter.draft_token_ids is not None, "draft_vocab_size is set"
     drafter.draft_token_ids.copy_(token_ids)

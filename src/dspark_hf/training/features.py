@@ -58,7 +58,7 @@ class TargetFeatures(NamedTuple):
 
 
 @torch.no_grad()
-def target_features(target: PreTrainedModel, config: DrafterConfig, input_ids: torch.Tensor) -> TargetFeatures:
+def target_features(target: PreTrainedModel, indices: list[int], input_ids: torch.Tensor) -> TargetFeatures:
     """
     One pass of the target without its LM head.
 
@@ -67,13 +67,12 @@ def target_features(target: PreTrainedModel, config: DrafterConfig, input_ids: t
 
     Args:
         target: The frozen target.
-        config: The drafter's; names the tapped layers.
+        indices: Entries of `hidden_states` that the drafter reads.
         input_ids: `[B, T]`, padded on the right.
 
     Raises:
         ValueError: when the target gives no hidden states to tap.
     """
-    indices = config.hidden_state_indices
     outputs = target.base_model(
         input_ids=input_ids,
         output_hidden_states=output_hidden_states(indices),
@@ -134,7 +133,7 @@ class CachePlan:
     num_anchors: int = 512
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.positions not in POSITIONS:
             raise ValueError(f"positions is {self.positions!r}; give one of {', '.join(POSITIONS)}.")
         if not self.dtype.is_floating_point:
@@ -299,7 +298,7 @@ def check_space(folder: Path, plan: CachePlan, rows: Sequence[dict[str, Any]]) -
     return needed
 
 
-class CachedFeatureDataset(Dataset):
+class CachedFeatureDataset(Dataset[dict[str, Any]]):
     """
     The rows of a feature cache, read from memory-mapped files as they are asked for.
 
@@ -366,8 +365,8 @@ class CachedFeatureDataset(Dataset):
             return 0.0
         tensors, width = self._read(row, ("input_ids", "context_features")), self.index["target_hidden_size"]
         cached = tensors["context_features"][:CHECKED_TOKENS].float().unflatten(-1, (-1, width))  # [T, m, D]
-        taps, ids = _Taps([layer_id + 1 for layer_id in self.index["target_layer_ids"]]), tensors["input_ids"]
-        found = target_features(target, taps, ids[None, : len(cached)].to(target.device))
+        indices, ids = [layer_id + 1 for layer_id in self.index["target_layer_ids"]], tensors["input_ids"]
+        found = target_features(target, indices, ids[None, : len(cached)].to(target.device))
         own = found.context_features[0].float().cpu().unflatten(-1, (-1, width))
         return float(((cached - own).norm(dim=-1) / own.norm(dim=-1)).median())
 
@@ -425,7 +424,7 @@ class CachedFeatureDataset(Dataset):
             tensors[key] = file.get_slice(key)[begin:end]
         return tensors
 
-    def _file(self, shard: int):
+    def _file(self, shard: int) -> Any:
         if shard not in self._open:
             try:
                 self._open[shard] = safe_open(self.folder / self.files[shard], framework="pt")
@@ -433,14 +432,8 @@ class CachedFeatureDataset(Dataset):
                 raise ValueError(self._damaged([self.files[shard]])) from error
         return self._open[shard]
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}  # Workers map the files themselves.
-
-
-class _Taps(NamedTuple):
-    """What `target_features` reads of a configuration."""
-
-    hidden_state_indices: list[int]
 
 
 class _Drafts(NamedTuple):
@@ -454,7 +447,8 @@ class _ShardWriter:
 
     def __init__(self, target: PreTrainedModel, plan: CachePlan, batch_size: int):
         self.target, self.plan, self.batch_size = target, plan, batch_size
-        self.head = self.rule = None
+        self.head: SharedEmbeddings | None = None
+        self.rule = LogitRule()
         if plan.config.draft_vocab_size is not None:
             self.head, self.rule = SharedEmbeddings(*target_embeddings(target)), logit_rule(target)
 
@@ -485,7 +479,7 @@ class _ShardWriter:
         tokens = [_tokens(row) for row in rows]
         length = max(1, *(len(ids) for ids, _ in tokens))
         ids = pad_rows([ids for ids, _ in tokens], length)
-        features = target_features(self.target, self.plan.config, ids.to(self.target.device))
+        features = target_features(self.target, self.plan.config.hidden_state_indices, ids.to(self.target.device))
         for index, (row, (ids, loss_mask)) in enumerate(zip(rows, tokens)):
             anchor_mask = self.plan.anchor_mask(row)
             kept = self.plan.law_mask(loss_mask, anchor_mask)

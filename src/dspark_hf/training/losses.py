@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,9 +55,10 @@ class DraftTargets(NamedTuple):
     log_normalizers: torch.Tensor | None = None
     greedy_ids: torch.Tensor | None = None
 
-    def select(self, index) -> DraftTargets:
+    def select(self, index: Any) -> DraftTargets:
         """The same of some of the drafts."""
-        return DraftTargets(*(None if values is None else values[index] for values in self))
+        some: list[Any] = [None if values is None else values[index] for values in self]
+        return DraftTargets(*some)
 
 
 class DraftLosses(NamedTuple):
@@ -192,7 +193,15 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, features, compute: Callable, chunk_size: int, learns: bool, *parameters):
+    def forward(
+        ctx: Any,
+        hidden_states: torch.Tensor,
+        features: torch.Tensor | None,
+        compute: Callable[..., tuple[torch.Tensor, DraftLosses, torch.Tensor, torch.Tensor]],
+        chunk_size: int,
+        learns: bool,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         inputs = [hidden_states, *([] if features is None else [features])]
         gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         input_gradients = [torch.empty_like(t) for t in inputs]
@@ -221,7 +230,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss, *losses
 
     @staticmethod
-    def backward(ctx, grad_loss, *unused):
+    def backward(ctx: Any, grad_loss: torch.Tensor, *unused: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_gradient, *others = ctx.saved_tensors
         if not ctx.has_features:
             others = [None, *others]
@@ -256,7 +265,9 @@ def chunked_losses(
     """
     label_index = head.draft_indices(targets.labels)
 
-    def compute(chunk: slice, hidden: torch.Tensor, feature: torch.Tensor | None = None):
+    def compute(
+        chunk: slice, hidden: torch.Tensor, feature: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, DraftLosses, torch.Tensor, torch.Tensor]:
         logits = drafter.draft_logits(hidden, feature, embeddings)
         some = targets.select(chunk)
         with torch.no_grad():
@@ -301,7 +312,7 @@ class DSparkObjective:
     targets: DraftTargets
     previous_ids: torch.Tensor
     weights: LossWeights
-    normalizer: torch.Tensor | None = None
+    normalizer: torch.Tensor | int | None = None
     chunk_size: int = 1024
 
     def __call__(self, drafter: Drafter, hidden_states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -337,7 +348,9 @@ class DSparkObjective:
         metrics = metric_sums(counted, targets.weights, losses, acceptance, confidence, confidence_loss.detach())
         return loss / (normalizer + _EPSILON), metrics
 
-    def eager(self, drafter, hidden, features, targets: DraftTargets) -> tuple[torch.Tensor, DraftLosses]:
+    def eager(
+        self, drafter: Drafter, hidden: torch.Tensor, features: torch.Tensor | None, targets: DraftTargets
+    ) -> tuple[torch.Tensor, DraftLosses]:
         """The readable form of [`chunked_losses`]."""
         distribution = self.head.distribution(targets)
         label_index, greedy_index = (

@@ -25,6 +25,7 @@ from ..drafter import Drafter
 from ..loading import check_device, check_is_target, load_target
 from ..registry import drafter_class, presets
 from ..storage.atomic import whole_file
+from ..transformers_names import GenerativeModel
 from .adaptation import add_lora, warm_start
 from .checkpoints import last_checkpoint
 from .data import TrainingData, cache_index, check_source, is_cache, joined, load_source
@@ -105,7 +106,7 @@ def train(command: TrainCommand) -> TrainingRun:
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        save_training_curve(trainer.state.log_history, Path(arguments.output_dir) / FIGURE)
+        save_training_curve(trainer.state.log_history, Path(arguments.folder) / FIGURE)
     return TrainingRun(trainer, data, metrics)
 
 
@@ -132,10 +133,10 @@ def checkpoint_of(command: TrainCommand) -> str | None:
     arguments = command.arguments
     if arguments.resume_from_checkpoint:
         return arguments.resume_from_checkpoint
-    return last_checkpoint(arguments.output_dir) if command.options.resume else None
+    return last_checkpoint(arguments.folder) if command.options.resume else None
 
 
-def load_frozen_target(options: TrainOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_frozen_target(options: TrainOptions) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
     """The target, in the dtype and place that were asked for, and its tokenizer."""
     device = options.target_device
     placed: dict[str, Any] = {}
@@ -208,7 +209,7 @@ def load_data(
 ) -> list[tuple[TrainingData, list[int], list[int]]]:
     """Every source with the rows to train on and those held out."""
     options = command.options
-    template: dict[str, Any] = command.arguments.chat_template_kwargs or {}  # type: ignore[assignment]  # JSON was read.
+    template = command.arguments.template_options
     encoding = {
         "target": target,
         "tokenizer": tokenizer,
@@ -229,6 +230,7 @@ def load_data(
 def used_tokens(config: DrafterConfig, data: Any, end_ids: list[int]) -> torch.Tensor:
     """The draft vocabulary: what the training rows' responses use most."""
     rows = (source.tokens(index) for source, trained, _ in data for index in trained)
+    assert config.draft_vocab_size is not None, "asked for only then"
     return select_draft_vocabulary(rows, config.vocab_size, config.draft_vocab_size, end_ids)
 
 

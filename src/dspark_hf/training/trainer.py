@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
@@ -28,7 +28,7 @@ from ..hub import write_card
 from ..hub.card import CARD_FILE
 from ..number_types import floating_dtype
 from ..storage.atomic import is_write_error, reason, whole_file, whole_files
-from ..transformers_names import TrainerHooks, has_own_adapter
+from ..transformers_names import GenerativeModel, TrainerHooks, has_own_adapter
 from .adaptation import load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
@@ -68,13 +68,15 @@ class DSparkTrainer(TrainerHooks, Trainer):
         ValueError: when the target is not the drafter's, or several GPUs are driven from one process.
     """
 
+    args: DSparkTrainingArguments
+    model: Any  # The drafter, or PEFT's model around it.
     data_collator: Any
     optimizer: Any
 
     def __init__(
         self,
         model: Drafter,
-        target: PreTrainedModel,
+        target: GenerativeModel,
         args: DSparkTrainingArguments | None = None,
         data_collator: DSparkCollator | None = None,
         train_dataset: Any = None,
@@ -92,7 +94,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
             logger.warning("The drafter's 16-bit weights are trained as float32; bf16=True computes in bfloat16.")
             model.float()
         if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
-            target.to(args.device)
+            target.to(args.device)  # type: ignore[arg-type]  # Declared without `self`.
         self.target = target.eval().requires_grad_(False)
         self._logit_rule = logit_rule(target)
         model.to(args.device)
@@ -104,7 +106,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         if not model.config.gives_confidence:
             self.loss_weights = LossWeights(args.ce_weight, args.tv_weight, 0.0)
 
-        template: dict[str, Any] = args.chat_template_kwargs or {}  # type: ignore[assignment]  # JSON was read.
+        template = args.template_options
         train_dataset = tokenized(train_dataset, processing_class, args.max_length, target, **template)
         eval_dataset = tokenized(eval_dataset, processing_class, args.max_length, target, **template)
         if data_collator is None:
@@ -153,6 +155,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
 
     def load_best_checkpoint(self) -> None:
         if has_own_adapter(self.model):
+            assert self.state.best_model_checkpoint is not None
             load_own_adapter(self.model, self.state.best_model_checkpoint)
         else:
             super().load_best_checkpoint()
@@ -169,11 +172,11 @@ class DSparkTrainer(TrainerHooks, Trainer):
     # The drafter's `forward` takes blocks; these columns are the collator's, which makes blocks of them.
     input_columns = ["input_ids", "loss_mask", "anchor_mask", *FEATURE_KEYS]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         with self._evaluation_anchors():
             return super().get_eval_dataloader(eval_dataset)
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         with self._evaluation_anchors():
             return super().get_test_dataloader(test_dataset)
 
@@ -214,8 +217,8 @@ class DSparkTrainer(TrainerHooks, Trainer):
         model: torch.nn.Module,
         inputs: dict[str, torch.Tensor],
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
-    ):
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
         inputs = self._with_features(inputs)
         anchors = Anchors(inputs["anchor_positions"], inputs["keep_anchors"])
         objective = self._objective(inputs, anchors, num_items_in_batch)
@@ -235,16 +238,18 @@ class DSparkTrainer(TrainerHooks, Trainer):
         if "context_features" in inputs:
             return inputs
         input_ids = inputs["input_ids"]
-        features = target_features(self.target, self.model.config, input_ids.to(self.target.device))
+        features = target_features(
+            self.target, self.model.config.hidden_state_indices, input_ids.to(self.target.device)
+        )
         # The target may be elsewhere: on another GPU, spread over several, or offloaded.
         return inputs | {key: value.to(input_ids.device) for key, value in features._asdict().items()}
 
     def _objective(
-        self, inputs: dict[str, torch.Tensor], anchors: Anchors, normalizer: torch.Tensor | None
+        self, inputs: dict[str, torch.Tensor], anchors: Anchors, normalizer: torch.Tensor | int | None
     ) -> DSparkObjective:
         positions = draft_positions(anchors, self.model.config.num_draft_tokens)  # [B, A, J]
 
-        def at(key: str, shift: int = 0):
+        def at(key: str, shift: int = 0) -> Any:
             return gather_positions(inputs[key], positions + shift) if key in inputs else None
 
         targets = DraftTargets(
@@ -286,7 +291,9 @@ class DSparkTrainer(TrainerHooks, Trainer):
             logs |= metrics
         super().log(logs, start_time)
 
-    def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
         inputs = self.on_device(inputs)
         inputs["draft_weights"] = self._without_repeats(inputs["draft_weights"])
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -305,10 +312,16 @@ class DSparkTrainer(TrainerHooks, Trainer):
         return weights * (torch.arange(len(weights), device=weights.device) < new)[:, None, None]
 
     def evaluation_loop(
-        self, dataloader, description, *args, metric_key_prefix: str = "eval", **kwargs
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         self._sums["eval"] = {}
-        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        assert output.metrics is not None
         metrics = self._take_metrics("eval")
         if metrics:
             # A mean over drafts; the Trainer's own is one over batches, whatever they hold.
@@ -359,7 +372,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
     def save_state(self) -> None:
         """Writes the Trainer's state, with the history of the run, into the output folder."""
         if self.is_world_process_zero():
-            with whole_file(Path(self.args.output_dir) / TRAINER_STATE_NAME) as part:
+            with whole_file(Path(self.run_folder) / TRAINER_STATE_NAME) as part:
                 self.state.save_to_json(str(part))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -368,7 +381,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         if not isinstance(drafter, Drafter):  # An adapter's card is PEFT's.
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
-            write_card(drafter, self.args.output_dir, repo_id=self.args.hub_model_id, token=self.args.hub_token)
+            write_card(drafter, self.run_folder, repo_id=self.args.hub_model_id, token=self.args.hub_token)
 
 
 class _AnchorEpoch(TrainerCallback):
@@ -377,7 +390,7 @@ class _AnchorEpoch(TrainerCallback):
     def __init__(self, collator: DSparkCollator):
         self.collator = collator
 
-    def on_epoch_begin(self, args, state, control, **kwargs):
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if hasattr(self.collator, "set_epoch"):
             self.collator.set_epoch(int((state.epoch or 0) + 1e-6))
 

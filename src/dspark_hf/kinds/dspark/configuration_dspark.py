@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ...configuration_drafter import DecoderDrafterConfig, DrafterConfig, decoder_config
+from ...configuration_drafter import FILLED_IN, DecoderDrafterConfig, DrafterConfig, decoder_config
 
 SEQUENTIAL_HEADS = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -69,7 +69,7 @@ class DSparkConfig(DecoderDrafterConfig):
     has_slot_layouts: ClassVar[bool] = True
 
     num_hidden_layers: int = 5
-    layer_types: list[str] | None = None
+    layer_types: list[str] = FILLED_IN
     sliding_window: int | None = None
     sandwich_norms: bool = False
     layer_scalar: bool = False

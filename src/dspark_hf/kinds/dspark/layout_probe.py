@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...draft_cache import DraftCache
-from ...transformers_names import context_features, output_hidden_states
+from ...transformers_names import GenerativeModel, context_features, output_hidden_states
 from .modeling_dspark import DSparkDrafter
 
 
@@ -60,7 +60,7 @@ class LayoutProbe:
 
 @torch.no_grad()
 def probe_layout(
-    drafter: DSparkDrafter, target: PreTrainedModel, prompts: Sequence[torch.Tensor], max_new_tokens: int = 64
+    drafter: DSparkDrafter, target: GenerativeModel, prompts: Sequence[torch.Tensor], max_new_tokens: int = 64
 ) -> LayoutProbe:
     """
     Drafts along the target's own greedy continuations, with the anchor's slot predicting and without.
@@ -114,6 +114,7 @@ def _block_hidden_states(
 ) -> torch.Tensor:
     """Normed hidden states of the block whose anchor is at position `anchor`, `[1, G, D]`."""
     config = drafter.config
+    assert config.mask_token_id is not None, "blocks of several slots have one"
     block_ids = torch.full((1, config.block_size), config.mask_token_id, device=anchor_ids.device)
     block_ids[:, 0] = anchor_ids
     positions = anchor + torch.arange(config.block_size, device=anchor_ids.device)[None]

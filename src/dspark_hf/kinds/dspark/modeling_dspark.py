@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from .heads import ConfidenceHead, SequentialHead
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
     """A decoder layer of the target's family over block states, with context injected into its attention."""
+
+    layer_scalar: torch.Tensor
 
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__()
@@ -85,6 +87,8 @@ class DSparkDrafter(Drafter):
     config: DSparkConfig
     _no_split_modules = ["DSparkDecoderLayer"]
 
+    layers: Sequence[DSparkDecoderLayer]
+
     markov_head: SequentialHead | None
     confidence_head: ConfidenceHead | None
     mask_embedding: nn.Parameter | None
@@ -96,7 +100,9 @@ class DSparkDrafter(Drafter):
         width = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(  # type: ignore[assignment]
+            DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DSparkRotaryEmbedding(config)
         self.markov_head = SequentialHead(config) if config.markov_rank else None
@@ -131,15 +137,22 @@ class DSparkDrafter(Drafter):
     ) -> torch.Tensor:
         """Base logits, soft-capped where configured, plus the transition bias, which is not."""
         logits = self.base_logits(hidden_states, embeddings)
-        return logits if features is None else logits + self.markov_head.markov_w2(features)
+        if features is None:
+            return logits
+        assert self.markov_head is not None, "features come from it"
+        return logits + self.markov_head.markov_w2(features)
 
     def confidence_logits(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
-        embedded = self.markov_head.markov_w1(previous_ids) if self.config.confidence_head_with_markov else None
+        assert self.confidence_head is not None, "asked for where the configuration gives confidences"
+        embedded = None
+        if self.config.confidence_head_with_markov:
+            assert self.markov_head is not None
+            embedded = self.markov_head.markov_w1(previous_ids)
         return self.confidence_head(hidden_states, embedded)
 
     def start_neutral(self, new: set[str]) -> None:
         """The transition bias of a new sequential head is zero."""
-        if "markov_head.markov_w2.weight" in new:
+        if self.markov_head is not None and "markov_head.markov_w2.weight" in new:
             nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     def beyond_dflash(self, heads_elsewhere: bool = False) -> list[str]:
@@ -192,7 +205,7 @@ class DSparkDrafter(Drafter):
         attention_mask: Any = None,
         draft_cache: DraftCache | None = None,
         embeddings: SharedEmbeddings | None = None,
-        objective: Callable[[DSparkDrafter, torch.Tensor], tuple[torch.Tensor, dict]] | None = None,
+        objective: Callable[[DSparkDrafter, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]] | None = None,
     ) -> DrafterOutput:
         """
         One parallel pass over block slots.
@@ -212,10 +225,11 @@ class DSparkDrafter(Drafter):
         embeddings = embeddings or self.bind()
         hidden_states = embeddings.embed(block_ids, like=self.norm.weight)  # [B, Q, D]
         if self.mask_embedding is not None:
-            masked = (block_ids == self.config.mask_token_id).to(hidden_states.device)
+            assert self.config.mask_token_id is not None
+            masked = block_ids.to(hidden_states.device) == self.config.mask_token_id
             hidden_states = torch.where(masked[..., None], self.mask_embedding, hidden_states)
         angles = self.rotary_emb(hidden_states, position_ids)
-        contexts: list[KeyValues | DraftCache | None] = [draft_cache] * len(self.layers)
+        contexts: Sequence[KeyValues | DraftCache | None] = [draft_cache] * len(self.layers)
         if context_features is not None:
             contexts = self._context_key_values(context_features, context_position_ids)
         masks = self._attention_arguments(attention_mask, position_ids, draft_cache, hidden_states.dtype)
@@ -281,7 +295,7 @@ class DSparkDrafter(Drafter):
                 masks[layer_type] = anchor_mask(*rule)
         return masks
 
-    def _context_key_values(self, features: torch.Tensor, position_ids: torch.Tensor | None) -> list:
+    def _context_key_values(self, features: torch.Tensor, position_ids: torch.Tensor | None) -> list[KeyValues]:
         context = self.project_context(features)  # [B, T, D]
         if position_ids is None:
             position_ids = torch.arange(context.shape[1], device=context.device)[None]
@@ -290,7 +304,7 @@ class DSparkDrafter(Drafter):
 
     def _attention_arguments(
         self, mask: Any, positions: torch.Tensor, cache: DraftCache | None, dtype: torch.dtype
-    ) -> dict:
+    ) -> dict[str, Any]:
         """The attention argument of each layer type in use."""
         masks = {}
         for layer_idx, layer_type in enumerate(self.config.layer_types):

@@ -9,7 +9,7 @@ context, never a draft's own states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,11 +81,13 @@ class Eagle3Drafter(Drafter):
     config: Eagle3Config
     _no_split_modules = ["Eagle3DecoderLayer"]
 
+    layers: Sequence[Eagle3DecoderLayer]
+
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
         width = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])
+        self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])  # type: ignore[assignment]
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DSparkRotaryEmbedding(config)
         self.post_init()
@@ -172,7 +174,7 @@ class Eagle3Drafter(Drafter):
         anchor_positions: torch.Tensor,
         context_features: torch.Tensor,
         embeddings: SharedEmbeddings | None = None,
-        objective: Callable[[Eagle3Drafter, torch.Tensor], tuple[torch.Tensor, dict]] | None = None,
+        objective: Callable[[Eagle3Drafter, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]] | None = None,
     ) -> DrafterOutput:
         """
         The training-time test: from each anchor, `block_size` steps that read their own states and the true tokens.
@@ -209,7 +211,7 @@ class Eagle3Drafter(Drafter):
             mask = as_attention_argument(mask, attention_name(self.config), states.dtype)
             steps.append(layer(tokens, states, angles, context, mask))
             own = layer.key_values(tokens, states, angles)
-            context = tuple(torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
+            context = torch.cat([context[0], own[0]], dim=2), torch.cat([context[1], own[1]], dim=2)
             states = steps[-1]
         hidden_states = self.norm(torch.stack(steps, dim=2).flatten(1, 2))  # [B, A * G, D]
         if objective is None:
