@@ -52,7 +52,8 @@ class DSparkTrainingArguments(TrainingArguments):
         default="adamw",
         metadata={
             "help": "What trains the matrices of the draft layers: 'adamw' (as everything else), or 'muon', which takes "
-            "about half the steps; then `optim` is not read. Muon needs whole matrices, so not FSDP or DeepSpeed."
+            "about half the steps; then `optim` is not read. Muon needs torch 2.9 or newer and whole matrices, so not "
+            "FSDP or DeepSpeed."
         },
     )
     anchor_seed: int | None = field(default=None, metadata={"help": "Seeds the anchors; data_seed or seed by default."})

@@ -2,44 +2,31 @@
 
 Muon (Jordan et al., 2024) replaces a matrix's momentum by the nearest orthogonal one before it steps, so that all of its
 directions learn at one pace. With drafters a few layers deep it reaches the loss of AdamW in about half the steps, at
-the cost of a few small matrix products a step.
+the cost of a few small matrix products per step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-# Newton-Schulz coefficients of the original, tuned to bring all singular values near 1 in five steps.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# Root mean square of an update at learning rate 1: about AdamW's, so both share one learning rate (Liu et al., 2025).
-_UPDATE_RMS = 0.2
-
-
-def orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """About the nearest matrix with orthonormal rows or columns, by Newton-Schulz iteration in bfloat16. `[m, n]`."""
-    a, b, c = _COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.mT if tall else matrix).bfloat16()
-    x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrix.dtype)
-
 
 class MuonAdamW(torch.optim.Optimizer):
     """
-    Muon and AdamW as one optimiser, so that schedulers, checkpoints and resuming see nothing unusual.
+    `torch.optim.Muon` and `torch.optim.AdamW` as one optimiser, which is what a `Trainer` schedules, saves and resumes.
 
     Args:
         matrices: Two-dimensional parameters that Muon trains.
         others: Parameters that AdamW trains.
-        lr, weight_decay: Of both.
-        momentum: Muon's, in Nesterov's form.
-        betas, eps: AdamW's.
+        lr, weight_decay: For both. Muon's updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning
+            rate serves both.
+        betas, eps: For AdamW.
+
+    Raises:
+        ImportError: with a torch older than 2.9, which has no Muon.
     """
 
     def __init__(
@@ -48,48 +35,42 @@ class MuonAdamW(torch.optim.Optimizer):
         others: list[nn.Parameter],
         lr: float,
         weight_decay: float = 0.0,
-        momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
-        groups = [{"params": matrices, "muon": True}, {"params": others, "muon": False}]
-        super().__init__([group for group in groups if group["params"]], defaults)
+        if not hasattr(torch.optim, "Muon"):
+            raise ImportError(
+                f"matrix_optimizer='muon' needs torch 2.9 or newer, and this is torch {torch.__version__}: "
+                "pip install --upgrade torch, or use matrix_optimizer='adamw'."
+            )
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self._parts.append(
+                torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
+        if others:
+            self._parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
+        self._share()
 
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None):
+    def _share(self) -> None:
+        """Gives both optimisers this one's groups and state, so that a schedule or a checkpoint reaches them."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups = [group]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                (self._muon if group["muon"] else self._adamw)(parameter, group, self.state[parameter])
+        for part in self._parts:
+            part.step()
         return loss
-
-    @staticmethod
-    def _muon(parameter: nn.Parameter, group: dict, state: dict) -> None:
-        if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-        momentum, decay = state["momentum"], group["momentum"]
-        momentum.lerp_(parameter.grad, 1 - decay)
-        update = orthogonalize(parameter.grad.lerp(momentum, decay))
-        parameter.add_(update, alpha=-group["lr"] * _UPDATE_RMS * max(parameter.shape) ** 0.5)
-
-    @staticmethod
-    def _adamw(parameter: nn.Parameter, group: dict, state: dict) -> None:
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        (beta1, beta2), step = group["betas"], float(state["step"])
-        state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        scale = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        parameter.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1**step))
 
 
 def split_parameters(drafter: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
