@@ -7,15 +7,31 @@ on the disk. A full disk, an error or an interruption therefore leaves what was 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
+_SYSTEM_ERROR = re.compile(r"I/O error: (.+) \(os error \d+\)")
+
 PARTIAL = ".partial"  # Ends the names of what is still being written.
+
+
+class WriteError(OSError):
+    """
+    A file could not be written.
+
+    Args:
+        path: The file, or the folder of several files.
+        reason: Why, in a few words.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        super().__init__(f"'{path}' could not be written: {reason}. What was there before is unchanged.")
+        self.reason = reason
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -39,7 +55,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         path: The destination. Its folder has to exist.
 
     Raises:
-        OSError: one sentence about the file that could not be written and why. What was there before is unchanged.
+        WriteError: when it cannot be written. What was there before is unchanged.
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # A folder fails where it is opened.
@@ -71,8 +87,8 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
         folder: The destination, made where it is missing.
 
     Raises:
-        OSError: one sentence about what could not be written and why. What was there before is unchanged, and a folder
-            that was not there is not left behind.
+        WriteError: when they cannot be written. What was there before is unchanged, and a folder that was not there is not
+            left behind.
     """
     folder = Path(folder)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -94,13 +110,13 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def clear_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns the errors of writing `path` into an `OSError` that says in one sentence what could not be written and why."""
+    """Turns the errors of writing `path` into a [`WriteError`]."""
     try:
         yield
     except Exception as error:
         if not is_write_error(error):
             raise
-        raise OSError(f"'{path}' could not be written: {reason(error)}. What was there before is unchanged.") from error
+        raise WriteError(path, reason(error)) from error
 
 
 def is_write_error(error: Exception) -> bool:
@@ -110,10 +126,14 @@ def is_write_error(error: Exception) -> bool:
 
 def reason(error: Exception) -> str:
     """What went wrong, without number and file."""
+    if isinstance(error, WriteError):
+        return error.reason
     if _is_of_torch_save(error):
         return "PyTorch could not write a file to its end; the disk may be full"
-    said: Any = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(said).rstrip(".")
+    said = str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    if of_system := _SYSTEM_ERROR.search(said):  # How safetensors passes on what the system said.
+        said = of_system[1]
+    return said.rstrip(".")
 
 
 def _is_of_torch_save(error: Exception) -> bool:
