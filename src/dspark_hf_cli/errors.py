@@ -42,7 +42,10 @@ def ending_with_a_line() -> Iterator[None]:
 
 
 def _end(line: str, code: int) -> None:
-    print(line, file=sys.stderr)
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)  # below a progress bar that is still shown
+    else:
+        print(line, file=sys.stderr)
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -342,7 +343,7 @@ def train(
     ] = None,
     disable_tqdm: Annotated[
         bool | None,
-        typer.Option("--no-progress/--progress", rich_help_panel=CHECKPOINTS, help="Whether to hide the progress bar."),
+        typer.Option("--no-progress/--progress", rich_help_panel=CHECKPOINTS, help="Hide or show the progress bar."),
     ] = None,
     push_to_hub: Annotated[
         bool, typer.Option("--push-to-hub", rich_help_panel=CHECKPOINTS, help="Push the drafter to the Hub.")
@@ -463,7 +464,8 @@ def train(
     if not run.trainer.is_world_process_zero():
         return
     folder = command.arguments.folder
-    summary_of(run, command, command_line(context, given_options(context), other_settings(context))).save(folder)
+    typed = command_line(context, given_options(context), other_settings(context))
+    summary_of(run, command, typed).save(folder)
     model, is_adapter = run.trainer.model, command.options.lora_rank is not None
     adapts = (command.options.drafter or "its drafter") if is_adapter else None
     write_card(model.get_base_model() if is_adapter else model, folder, adapts=adapts)
@@ -488,6 +490,8 @@ def command_of(context: typer.Context) -> TrainCommand:
     settings["output_dir"] = str(settings.pop("output"))
     if "target_layer_ids" in settings:
         settings["target_layer_ids"] = whole_numbers(settings["target_layer_ids"], "--target-layer-ids", smallest=-1)
+    if not sys.stderr.isatty():
+        settings.setdefault("disable_tqdm", True)  # A file gets the lines of figures alone.
     for name in ("lora_target_modules", "report_to"):
         if name in settings:
             settings[name] = [part.strip() for part in settings[name].split(",")]
@@ -498,7 +502,7 @@ def command_of(context: typer.Context) -> TrainCommand:
 
 
 # What the command and the line about the data say already.
-_SAID_ELSEWHERE = ("target", "data", "eval_data", "output_dir", "drafter")
+_SAID_ELSEWHERE = ("target", "data", "eval_data", "output_dir", "drafter", "disable_tqdm")
 
 
 def summary_of(run: TrainingRun, command: TrainCommand, typed: str) -> TrainingSummary:

@@ -79,6 +79,12 @@ def test_data_that_is_not_there(ends, folders, tmp_path):
         assert code == 1 and lines == [f"error: There is no file '{tmp_path / 'no.jsonl'}'."]
 
 
+def test_a_task_that_cannot_be_downloaded(ends, folders, tmp_path):
+    code, lines = ends("bench", "-t", folders.target, "-d", folders.random, "-o", tmp_path / "out")
+    assert code == 1 and len(lines) == 1 and "Check its name and the network connection" in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
 def test_prompts_that_are_not_json(ends, folders, tmp_path):
     (tmp_path / "p.jsonl").write_text("nonsense\n")
     code, lines = ends("regenerate", "-t", folders.target, "-p", tmp_path / "p.jsonl", "-o", tmp_path / "r.jsonl")

@@ -102,6 +102,15 @@ def test_the_nine_tasks_are_read_from_the_hub(monkeypatch, name):
     assert task.prompts[0].turns and all(task.prompts[0].turns)
 
 
+def test_a_task_that_cannot_be_downloaded_says_what_to_do():
+    pytest.importorskip("datasets")
+    with pytest.raises(
+        OSError, match=r"openai/gsm8k.* cannot be read \(.*\)\. Check .* or give a JSONL file\.$"
+    ) as error:
+        load_task("gsm8k")  # Tests have no network.
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(("name", "field", "row"), [("gsm8k", "question", 0), ("humaneval", "prompt", 0)])
 def test_the_format_is_that_of_the_reference_prompts(shared, name, field, row):
     reference = json.loads((shared / "data" / "eval" / f"{name}.jsonl").read_text().splitlines()[row])["turns"]

@@ -60,6 +60,12 @@ def test_nothing_is_left_of_a_run_that_wrote_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_left_of_a_run_that_could_not_begin(tmp_path):
+    with full_disk(1), pytest.raises(OSError, match="could not be written"):
+        write(tmp_path / "out.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [

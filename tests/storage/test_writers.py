@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 TARGET = tiny.qwen3()
 CURVE = ThroughputCurve([1, 2, 4], [0.1, 0.11, 0.13])
-DOCUMENT: dict[str, Any] = {"settings": {}, "environment": {}, "results": [], "identity": {}}
+DOCUMENT: dict[str, Any] = {"settings": {}, "environment": {}, "results": [], "identity": {}, "identity_note": ""}
 HISTORY = [{"step": step, "loss": 1.0, "epoch": 0.1} for step in range(20)]
 ROWS = [{"input_ids": list(range(1, 19)), "loss_mask": [0] * 4 + [1] * 14}] * 4
 
@@ -191,7 +191,7 @@ SAFE = {
     "self.save_pretrained",
     "super().save_pretrained",  # On other processes than the main one, where nothing is written.
     "figure.savefig",
-    "summary_of(run, command, context.args).save",
+    "summary_of(run, command, typed).save",
     "self.path.open",  # Lines are appended one by one.
 }
 

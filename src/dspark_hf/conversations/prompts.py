@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .data_sets import read_data_set
+
 logger = logging.getLogger(__name__)
 
 PROMPT_FIELDS = ("turns", "messages", "prompt")
@@ -100,17 +102,10 @@ def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[d
         return
     if path.suffix in (".jsonl", ".json"):
         raise ValueError(f"There is no file '{source}'.")
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(
-            f"'{source}' is not a JSON-lines file here; reading it as a data set needs: pip install datasets"
-        ) from error
     if path.is_file():
-        builder = path.suffix[1:]
-        yield from load_dataset(builder, data_files=str(path), split="train")
+        yield from read_data_set(path.suffix[1:], files=[str(path)])
     else:
-        yield from load_dataset(str(source), subset or None, split=split)
+        yield from read_data_set(str(source), subset or None, split=split)
 
 
 def _read_rows_of_json(path: Path) -> Iterator[dict[str, Any]]:

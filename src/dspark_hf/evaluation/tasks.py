@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..conversations.data_sets import read_data_set
 from ..conversations.prompts import as_message, read_prompts
 
 STEP_BY_STEP = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -188,14 +189,10 @@ def sampled(prompts: list[Prompt], max_prompts: int | None, seed: int) -> list[P
 
 
 def _from_hub(name: str, source: HubTask) -> Task:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ImportError(f"Task {name!r} is read with datasets: pip install 'dspark-hf[eval]'.") from error
     if source.data_files:
         files = [f"hf://datasets/{source.dataset}/{file}" for file in source.data_files]
-        rows = load_dataset("json", data_files=files, split="train")
+        rows = read_data_set("json", files=files)
     else:
-        rows = load_dataset(source.dataset, source.config, split=source.split)
+        rows = read_data_set(source.dataset, source.config, split=source.split)
     rows = rows.select(range(min(source.num_rows, len(rows))))
     return Task(name, source.domain, [Prompt(source.to_turns(row)) for row in rows])

@@ -49,6 +49,8 @@ class ResumableLines:
             if not self.written:
                 write_text(_note_of(self.path), json.dumps(origin, indent=2) + "\n")
         except BaseException:
+            if not _holds_something(self.path):
+                self._remove()
             self.lock.release()
             raise
 
@@ -78,10 +80,13 @@ class ResumableLines:
     def close(self) -> None:
         self.file.close()
         if not self.num_bytes:
-            self.path.unlink(missing_ok=True)
-            _note_of(self.path).unlink(missing_ok=True)
-            Path(self.lock.lock_file).unlink(missing_ok=True)
+            self._remove()
         self.lock.release()
+
+    def _remove(self) -> None:
+        """Removes a file in which nothing was written, and what is beside it."""
+        for file in (self.path, _note_of(self.path), Path(self.lock.lock_file)):
+            file.unlink(missing_ok=True)
 
     def __enter__(self) -> ResumableLines:
         return self
