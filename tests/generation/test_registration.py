@@ -130,7 +130,7 @@ def test_another_loop_beside_a_drafter_is_refused():
 
 @pytest.mark.parametrize("drafter", [None, torch.nn.Linear(1, 1)], ids=["nothing", "another module"])
 def test_the_loop_requires_a_drafter(drafter):
-    with pytest.raises(ValueError, match="must be a DSparkDrafter"):
+    with pytest.raises(ValueError, match="must be a drafter of dspark_hf"):
         rig.target().generate(**tiny.prompt(), **GREEDY, custom_generate=dspark_generate, drafter=drafter)
 
 

@@ -167,7 +167,10 @@ def prepare_call(
     """
     base = unwrap_drafter(drafter)
     if base is None:
-        raise ValueError(f"drafter= must be a drafter of dspark_hf, got {type(drafter).__name__}.")
+        raise ValueError(
+            f"drafter= must be a drafter of dspark_hf, got {type(drafter).__name__}. Load one, for instance with "
+            "Drafter.from_pretrained(path)."
+        )
     rope = rope_limit(model)
     check_call(model, input_ids, generation_config, rope)
     num_drafts, scheduler = draft_settings(
