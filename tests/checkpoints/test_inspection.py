@@ -96,7 +96,7 @@ ODD = {
     "drafts a round that do not fit": (
         spellings.speculators,
         {"speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}},
-        "asks for 3 drafts a round, but its block gives 4",
+        "asks for 3 drafts per round, but its block gives 4",
     ),
     "an unknown target": (spellings.speculators, {}, "how many layers its target has"),
     "the target's last layer": (spellings.deepspec, {"target_layer_ids": [0, 3]}, "last layer"),
