@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -88,6 +89,18 @@ def check_is_target(name: str, **kwargs: Any) -> None:
             f"'{name}' is a drafter, not a target"
             + (f": it was trained for '{trained_for}'." if trained_for else ". Give the model that it drafts for.")
         )
+
+
+def load_target_config(name: str) -> PreTrainedConfig:
+    """
+    The configuration of a target, whose weights are not read.
+
+    Raises:
+        ValueError, OSError: as [`check_is_target`] does.
+    """
+    check_is_target(name)
+    with reading(name):
+        return AutoConfig.from_pretrained(name)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

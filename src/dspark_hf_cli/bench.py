@@ -154,7 +154,7 @@ def _compared(
         schedule_method,
     )
 
-    from .loading import labels_of, load_language_model
+    from .loading import labels_of, load_language_model, say
 
     methods = [plain_method()]
     if prompt_lookup:
@@ -166,6 +166,8 @@ def _compared(
             suffix = "" if len(names) == 1 else f" {label}"
             methods.append(dflash_method(loaded, f"dflash{suffix} (transformers)"))
         needs_costs = loaded.config.gives_confidence and any(schedule in BY_COST for schedule in schedules)
+        if needs_costs:
+            say("Reading or measuring the cost of target passes ...")
         curve = curve_here(model, loaded) if needs_costs else None
         try:
             methods += [schedule_method(loaded, schedule, label, curve) for schedule in schedules]

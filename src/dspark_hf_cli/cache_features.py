@@ -111,7 +111,7 @@ def cache_features(
 
     from dspark_hf.conversations.templates import thinking_switch
     from dspark_hf.training.data import check_source, encode_source
-    from dspark_hf.training.features import CachedFeatureDataset, CachePlan
+    from dspark_hf.training.features import CachedFeatureDataset, CachePlan, check_cache_folder
     from dspark_hf.training.features import cache_features as write_cache
 
     from .loading import load_target
@@ -121,16 +121,16 @@ def cache_features(
         layer_ids = whole_numbers(target_layer_ids, "--target-layer-ids", smallest=-1)
     for source in data:
         check_source(source, split)
-    drafter_config = None if drafter is None else config_of_drafter(drafter)
+    config = config_for(target, layer_ids, block_size, normalizers) if drafter is None else config_of_drafter(drafter)
+    plan = CachePlan(config, getattr(torch, feature_dtype), positions, num_anchors, seed)
+    check_cache_folder(output, plan, target)
     model, tokenizer = load_target(target, dtype, device, threads)
-    config = drafter_config or config_for(model, layer_ids, block_size, normalizers)
     template = thinking_switch(thinking)
     rows = [row for source in data for row in encode_source(source, model, tokenizer, max_length, split, template)]
     if not rows:
         raise ValueError(
             f"None of the conversations in {', '.join(data)} has a response of at least two tokens within --max-length."
         )
-    plan = CachePlan(config, getattr(torch, feature_dtype), positions, num_anchors, seed)
     typer.echo(size_in_words(plan, rows))
     if dry_run:
         return
@@ -156,15 +156,17 @@ def config_of_drafter(drafter: str) -> DrafterConfig:
     return read_checkpoint(drafter, None, {}).config
 
 
-def config_for(target: Any, target_layer_ids: list[int] | None, block_size: int, normalizers: bool) -> DrafterConfig:
-    """What to cache where there is no drafter yet, as the configuration of one."""
+def config_for(target: str, target_layer_ids: list[int] | None, block_size: int, normalizers: bool) -> DrafterConfig:
+    """What to cache of a target for which there is no drafter yet, as the configuration of one."""
     from dspark_hf.configuration_drafter import DrafterConfig
+    from dspark_hf.loading import load_target_config
 
-    text = target.config.get_text_config(decoder=True)
-    fields: dict[str, Any] = {"block_size": block_size, "draft_vocab_size": text.vocab_size if normalizers else None}
+    target_config = load_target_config(target)
+    vocab_size = target_config.get_text_config(decoder=True).vocab_size
+    fields: dict[str, Any] = {"block_size": block_size, "draft_vocab_size": vocab_size if normalizers else None}
     if target_layer_ids is not None:
         fields["target_layer_ids"] = target_layer_ids
-    return DrafterConfig.for_target(target.config, **fields)
+    return DrafterConfig.for_target(target_config, **fields)
 
 
 def size_in_words(plan: CachePlan, rows: list[dict[str, Any]]) -> str:

@@ -42,7 +42,11 @@ def run(
     from dspark_hf.evaluation.document import build_document
     from dspark_hf.evaluation.profiling import profile_methods
 
+    from .loading import say
+
     with measured_run(target, tokenizer, methods, tasks, settings, output, others, num_checks) as (described, file):
+        if profile:
+            say("Measuring where the time of a round goes ...")
         profiles = profile_methods(target, tokenizer, methods, tasks, settings) if profile else None
         return build_document(methods, tasks, described, file, profiles)
 
@@ -67,8 +71,8 @@ def measured_run(
     from dspark_hf.evaluation.records import RecordFile
     from dspark_hf.evaluation.runner import check_greedily, default_file, run_bench
 
-    names = {"methods": [method.name for method in methods], "dtype": str(target.dtype).removeprefix("torch.")}
-    described = describe(tasks, settings, others) | names | {"device": target.device.type}
+    names = {"methods": [method.name for method in methods]}
+    described = describe(tasks, settings, others) | names | machine_of(target)
     file = RecordFile(default_file(output), described)
     try:
         if num_checks and not settings.is_greedy:
@@ -98,20 +102,31 @@ def check_resumable(
     Raises:
         ValueError: naming the settings that differ.
     """
-    import torch
-
     from dspark_hf.evaluation.runner import default_file
     from dspark_hf.storage.json_lines import check_origin
+
+    check_origin(default_file(output), describe(tasks, settings, others) | known_machine(dtype, device))
+
+
+def machine_of(target: Any) -> dict[str, str]:
+    """What measurements depend on besides models and prompts."""
+    return {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type}
+
+
+def known_machine(dtype: str, device: str | None) -> dict[str, str]:
+    """
+    As much of [`machine_of`] as the options say.
+
+    Raises:
+        typer.BadParameter: for a dtype or device that does not exist.
+    """
+    import torch
 
     from .loading import check_dtype_and_device
 
     check_dtype_and_device(dtype, device or "cpu")
-    known = describe(tasks, settings, others)
-    if dtype != "auto":
-        known["dtype"] = dtype
-    if device is not None:
-        known["device"] = torch.device(device).type
-    check_origin(default_file(output), known)
+    known = {} if dtype == "auto" else {"dtype": dtype}
+    return known if device is None else known | {"device": torch.device(device).type}
 
 
 def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: dict[str, Any] | None = None) -> None:

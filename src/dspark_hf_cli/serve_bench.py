@@ -23,6 +23,8 @@ from .options import (
     whole_numbers,
 )
 
+LOADS = "loads.jsonl"  # where the measurements of a run are
+
 
 def serve_bench(
     target: Target,
@@ -90,20 +92,13 @@ def serve_bench(
         throughput_figure,
     )
     from dspark_hf.storage.atomic import write_text
+    from dspark_hf.storage.json_lines import check_origin
 
     from .loading import attach, load_drafter, load_target, load_tasks
-    from .running import counting, save_figure
+    from .running import counting, known_machine, machine_of, save_figure
 
     row_counts = whole_numbers(batches, "--batches")
     (task,) = load_tasks(prompts, max(row_counts), seed=0)
-    loaded = load_drafter(drafter)
-    model, tokenizer = load_target(target, dtype, device, threads)
-    attach(loaded, model)
-    prompt_ids = [Chat(tokenizer, prompt.system).ask(prompt.turns[0]) for prompt in task.prompts]
-    output.mkdir(parents=True, exist_ok=True)
-    context_length = sum(ids.shape[1] for ids in prompt_ids) // len(prompt_ids) + max_new_tokens // 2
-    with counting("measuring costs") as on_progress:
-        curve = serving_curve(output / THROUGHPUT_CURVE_NAME, model, loaded, row_counts, context_length, on_progress)
     settings = {
         "target": target,
         "drafter": drafter,
@@ -112,10 +107,18 @@ def serve_bench(
         "num_repeats": repeats,
         "temperature": temperature,
         "threshold": threshold,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
     }
-    file = LoadFile(output / "loads.jsonl", settings)
+    check_origin(output / LOADS, settings | known_machine(dtype, device))
+    loaded = load_drafter(drafter)
+    model, tokenizer = load_target(target, dtype, device, threads)
+    attach(loaded, model)
+    settings |= machine_of(model)
+    prompt_ids = [Chat(tokenizer, prompt.system).ask(prompt.turns[0]) for prompt in task.prompts]
+    output.mkdir(parents=True, exist_ok=True)
+    context_length = sum(ids.shape[1] for ids in prompt_ids) // len(prompt_ids) + max_new_tokens // 2
+    with counting("measuring costs") as on_progress:
+        curve = serving_curve(output / THROUGHPUT_CURVE_NAME, model, loaded, row_counts, context_length, on_progress)
+    file = LoadFile(output / LOADS, settings)
     try:
         with counting("measuring batches") as on_progress:
             run_serving(

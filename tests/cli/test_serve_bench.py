@@ -50,6 +50,13 @@ def test_the_document_the_table_and_the_figures_are_written(folders, tmp_path):
     assert (output / "loads.jsonl").read_text() == lines, "a finished run measures nothing again"
 
 
+def test_other_settings_are_found_before_a_model_is_loaded(folders, tmp_path, monkeypatch):
+    assert serve_bench(folders, tmp_path / "out", "--batches", "1").exit_code == 0
+    monkeypatch.setattr("dspark_hf_cli.loading.load_drafter", lambda name: pytest.fail("a model was loaded"))
+    result = serve_bench(folders, tmp_path / "out", "--batches", "1", "--temperature", 1)
+    assert "temperature was 0.0, now 1.0" in str(result.exception)
+
+
 @pytest.mark.parametrize("batches", ["0,2", "two"], ids=["zero rows", "not a number"])
 def test_batches_that_are_not_row_counts_are_refused(folders, tmp_path, batches):
     result = serve_bench(folders, tmp_path / "out", "--batches", batches)

@@ -111,6 +111,14 @@ def test_a_cache_says_its_size_first_and_refuses_a_full_disk(folders, responses,
     assert "12 conversations" in result.output and "Train without a cache" in str(result.exception)
 
 
+def test_other_features_in_the_folder_are_found_before_the_target_is_loaded(folders, responses, tmp_path, monkeypatch):
+    arguments = ("cache-features", "-t", folders.target, "--data", responses, "-o", tmp_path / "c", "--device", "cpu")
+    assert invoke(*arguments, "--target-layer-ids", "0,2").exit_code == 0
+    monkeypatch.setattr("dspark_hf_cli.loading.load_target", lambda *args: pytest.fail("the target was loaded"))
+    result = invoke(*arguments, "--target-layer-ids", "0,1")
+    assert "target_layer_ids was [0, 2], now [0, 1]" in str(result.exception)
+
+
 @pytest.mark.parametrize(("number", "text"), [(12, "12 bytes"), (1.5e6, "1.5 MB"), (3.8e13, "38 TB")])
 def test_amounts(number, text):
     assert amount(number) == text

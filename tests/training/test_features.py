@@ -98,7 +98,7 @@ def test_other_rows_other_taps_and_a_full_disk_are_refused(rows, tmp_path, monke
     target = tiny.qwen3()
     config = tiny.drafter_config(target)
     cache_features(target, config, rows(3), tmp_path / "cache", progress=False)
-    with pytest.raises(ValueError, match="other rows"):
+    with pytest.raises(ValueError, match="other conversations"):
         cache_features(target, config, rows(4), tmp_path / "cache", progress=False)
     other = tiny.drafter_config(target, target_layer_ids=[0])
     with pytest.raises(ValueError, match="target_layer_ids"):

@@ -168,12 +168,12 @@ class CachePlan:
         found = anchor_mask.nonzero()
         return int(found.max()) if len(found) else 0
 
-    def description(self, target: PreTrainedModel) -> dict[str, Any]:
-        """What must be the same for rows to share a cache."""
+    def description(self, target_name: str) -> dict[str, Any]:
+        """What must be the same for rows to share a cache; the target is named as it was loaded."""
         config = self.config
         description = {
             "version": _VERSION,
-            "target": target.config.name_or_path,
+            "target": target_name,
             "target_layer_ids": list(config.target_layer_ids or []),
             "target_hidden_size": config.target_hidden_size,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -257,7 +257,7 @@ def _write_missing(
     progress: bool,
 ) -> None:
     """The shards of the rows that the cache lacks."""
-    index = _open_index(folder, plan.description(target))
+    index = _open_index(folder, plan.description(target.config.name_or_path or ""))
     done = _check_rows(folder, index, rows)
     if 0 < done < len(rows):
         CachedFeatureDataset(folder).check_target(target)
@@ -517,9 +517,19 @@ def _open_index(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
     index = _read_index(folder) or description | {"shards": []}
     there = {"positions": "all"} | index
     if different := [key for key, value in description.items() if there.get(key) != value]:
-        found = {key: (there.get(key), description[key]) for key in different}
-        raise ValueError(f"'{folder}' holds other features (there, wanted): {found}. Give another folder.")
+        found = "; ".join(f"{key} was {there.get(key)!r}, now {description[key]!r}" for key in different)
+        raise ValueError(f"'{folder}' holds features of other settings ({found}). Choose another folder.")
     return index
+
+
+def check_cache_folder(folder: str | Path, plan: CachePlan, target_name: str) -> None:
+    """
+    Before a target is loaded: whether its features can be written to a folder.
+
+    Raises:
+        ValueError: when the folder holds other features.
+    """
+    _open_index(Path(folder), plan.description(target_name))
 
 
 def _check_rows(folder: Path, index: dict[str, Any], rows: Sequence[dict[str, Any]]) -> int:
@@ -529,8 +539,8 @@ def _check_rows(folder: Path, index: dict[str, Any], rows: Sequence[dict[str, An
         some = rows[start : start + len(shard["lengths"])]
         if _rows_digest(some) != shard["digest"]:
             raise ValueError(
-                f"'{folder}/{shard['file']}' was made from other rows than those given: rows may be added at "
-                "the end, not changed. Give another folder."
+                f"'{folder}/{shard['file']}' was made from other conversations: conversations can be added at the end, but not "
+                "changed. Choose another folder."
             )
         start += len(some)
     return start
