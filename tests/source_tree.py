@@ -18,7 +18,6 @@ class Import(NamedTuple):
 
     module: str
     line: int
-    for_types: bool  # Under `if TYPE_CHECKING`, so that it does not run.
 
 
 class SourceTree:
@@ -40,9 +39,9 @@ class SourceTree:
     def imports(self, module: str) -> Iterator[Import]:
         """What a module imports of the tree, inside functions and for types too."""
         package = module if self.files[module].name == "__init__.py" else module.rpartition(".")[0]
-        for node, for_types in _with_type_checking(self.trees[module]):
+        for node in ast.walk(self.trees[module]):
             for name in self._imported_by(node, package):
-                yield Import(name, node.lineno, for_types)
+                yield Import(name, node.lineno)
 
     def _imported_by(self, node: ast.AST, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
@@ -71,7 +70,7 @@ class SourceTree:
         return None
 
     def _arrows(self, module: str) -> Iterator[str]:
-        for imported in (found for found in self.imports(module) if not found.for_types):
+        for imported in self.imports(module):
             parts = imported.module.split(".")
             packages = [".".join(parts[:length]) for length in range(2, len(parts))]
             outside = [package for package in packages if not f"{module}.".startswith(f"{package}.")]
@@ -117,14 +116,6 @@ class SourceTree:
 def _module_name(file: Path) -> str:
     parts = file.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _with_type_checking(node: ast.AST, for_types: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node of a tree, and whether it stands under `if TYPE_CHECKING`."""
-    yield node, for_types
-    for child in ast.iter_child_nodes(node):
-        guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
-        yield from _with_type_checking(child, for_types or guarded)
 
 
 def _is_private(name: str) -> bool:

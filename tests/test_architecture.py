@@ -54,7 +54,7 @@ def wrong_imports(source: SourceTree, module: str) -> list[str]:
         return []
     return [
         f"{source.files[module]}:{line} imports {name}"
-        for name, line, _ in source.imports(module)
+        for name, line in source.imports(module)
         if part_of(name) not in (part, *ARROWS[part])
     ]
 
