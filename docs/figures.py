@@ -124,7 +124,7 @@ def serving_margins():
 
 
 def with_figures(text):
-    """A document with its passages written anew."""
+    """A document with its generated passages replaced by current ones."""
     return PASSAGE.sub(lambda match: match[1] + f"\n{globals()[match[2]]()}\n" + match[4], text)
 
 

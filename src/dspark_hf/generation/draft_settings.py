@@ -31,7 +31,7 @@ def draft_settings(
     Drafts per round, and what decides how many are verified: the call's settings, else those of `drafter.generation_config`.
 
     Raises:
-        ValueError: for more drafts than a block gives, a threshold that is no probability, two ways to decide, or a
+        ValueError: for more drafts than a block gives, a threshold outside 0 to 1, two ways to decide, or a
             scheduler by name that there is not or whose curve is missing.
     """
     config, settings = drafter.config, drafter.generation_config
