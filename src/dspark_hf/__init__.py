@@ -1,7 +1,7 @@
 """DSpark speculative decoding for Hugging Face transformers.
 
-`import dspark_hf` is all it takes: `target.generate(**inputs, assistant_model=drafter)` then drafts with a
-[`DSparkDrafter`].
+After `import dspark_hf`, transformers' `generate` accepts a drafter:
+`target.generate(**inputs, assistant_model=drafter)`.
 """
 
 from .drafter import Drafter

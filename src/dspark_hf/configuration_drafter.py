@@ -1,8 +1,8 @@
 """What the configuration of every drafter holds, and the checks that apply to all kinds.
 
-`DrafterConfig` describes a drafter's place at its target: which target layers it reads, its vocabulary, how many tokens it drafts
-per round. `DecoderDrafterConfig` adds the sizes and options of the decoder layers in `layers.py`, for the kinds that are
-made of them. What sets a kind apart is in its own configuration, in `kinds/`.
+`DrafterConfig` describes how a drafter relates to its target: which target layers it reads, its vocabulary, how many tokens it
+drafts per round. `DecoderDrafterConfig` adds the sizes and options of the decoder layers in `layers.py`, for kinds of drafter
+that are built from them. The fields of a single kind are in its configuration in `kinds/`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# The default of fields that the constructor gives a value when they are left out; who reads them finds one.
+# The default of fields that `_fill_in` replaces by a value when they are left out, so readers never see `None`.
 FILLED_IN: Any = None
 
 
 class DrafterConfig(PreTrainedConfig):
     r"""
-    What every drafter has.
+    The configuration fields that every drafter has.
 
     Args:
         target_layer_ids (`list[int]`):
@@ -36,14 +36,14 @@ class DrafterConfig(PreTrainedConfig):
         draft_vocab_size (`int`, *optional*):
             Size of a reduced draft vocabulary; the ids are in the buffer `draft_token_ids`. `None`: the full one.
         has_embed_tokens, has_lm_head (`bool`):
-            Whether the checkpoint holds its own embedding and LM head; otherwise they are the target's, by reference.
+            Whether the checkpoint contains an embedding and an LM head; otherwise the target's are used, by reference.
         embedding_scale (`float`): Factor on the embedding rows (Gemma: the square root of `hidden_size`).
         raw_embeddings (`bool`):
-            Read the rows of the target's embedding as they are stored, past a norm that its module applies (Muse).
+            Read the rows of the target's embedding as they are stored, without the norm that its module applies (Muse).
         logit_scale (`float`): Factor on the base logits, before the soft cap.
         final_logit_softcapping (`float`, *optional*): Soft cap on the base logits, before the transition bias.
         confidence_temperatures (`list[float]`, *optional*):
-            Calibration of the drafter's confidences: what the logit of each draft's is divided by. `None`: not calibrated.
+            Calibration: the confidence logit of draft `k` is divided by entry `k`. `None`: not calibrated.
 
     The remaining arguments have their usual transformers meaning.
 
@@ -51,8 +51,8 @@ class DrafterConfig(PreTrainedConfig):
         ValueError: when fields contradict each other. The message lists every contradiction found.
     """
 
-    # The largest value a size may have. No drafter comes near; a damaged file with larger ones would take the machine's memory
-    # or hours before anything else could be found wrong with it.
+    # The largest value that each size may have, far above any real drafter. A damaged file with a larger one would fill the
+    # memory or run for hours before another check could find the problem.
     largest: ClassVar[dict[str, int]] = {
         "num_hidden_layers": 1024,
         "block_size": 4096,
@@ -61,7 +61,7 @@ class DrafterConfig(PreTrainedConfig):
         "vocab_size": 2**24,
         "draft_vocab_size": 2**24,
     }
-    # Nothing is computed from these before `check` says what is wrong with a value that is too small.
+    # These may be too small at first: `check` reports that, and nothing is computed from them before.
     checked_later: ClassVar[tuple[str, ...]] = ("block_size", "draft_vocab_size")
     # The names by which `dspark-hf train --kind` makes such a drafter, each with the fields that it sets.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -69,7 +69,7 @@ class DrafterConfig(PreTrainedConfig):
     export_formats: ClassVar[tuple[str, ...]] = ()
     # Whether there are two ways to read the slots of a block, which `dspark-hf inspect --target` tells apart.
     has_slot_layouts: ClassVar[bool] = False
-    # Index of the first token of a text that training can start a draft from.
+    # Index of the first token of a training text that can be the anchor of a draft.
     first_anchor: ClassVar[int] = 0
 
     hidden_size: int = 2560
@@ -102,12 +102,12 @@ class DrafterConfig(PreTrainedConfig):
         self._check_sizes()
         self._fill_in()
         super().__post_init__(**kwargs)
-        # An empty configuration is what transformers builds to find the defaults; it describes no drafter yet.
+        # transformers builds a configuration without arguments to find the defaults. It describes no drafter, so is not checked.
         if self.target_layer_ids:
             self.check()
 
     def _fill_in(self) -> None:
-        """Gives the fields that were left out the values that follow from others."""
+        """Fills in fields that were left out, from the values of others."""
         if self.target_layer_ids is None:
             self.target_layer_ids = []
         if self.target_hidden_size is None:
@@ -141,7 +141,7 @@ class DrafterConfig(PreTrainedConfig):
         return [layer_id + 1 for layer_id in self.target_layer_ids or []]
 
     def describe(self) -> dict[str, str]:
-        """What the drafter is, in words, by topic: for `dspark-hf inspect` and the model card."""
+        """A description of the drafter in words, by topic: for `dspark-hf inspect` and the model card."""
         target_layers = f"of {self.num_target_layers}" if self.num_target_layers else "of an unknown number"
         vocabulary = f"{self.vocab_size:,} tokens"
         if self.draft_vocab_size:
@@ -156,7 +156,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @classmethod
     def own_fields(cls) -> dict[str, Any]:
-        """Every field that is not one of transformers' own, with the type of what may be given for it."""
+        """The fields that this package adds to those of `PreTrainedConfig`, each with its type."""
         found: dict[str, Any] = {}
         for part in reversed(cls.__mro__):
             if issubclass(part, DrafterConfig):
@@ -166,13 +166,13 @@ class DrafterConfig(PreTrainedConfig):
         return {name: kind | None if getattr(cls, name) is None else kind for name, kind in fields.items()}
 
     def changed(self, **changes: Any) -> Any:
-        """A configuration of the same kind with other values, and with what follows from them; calibration is dropped."""
+        """A copy with some fields changed; fields derived from those are derived again, and the calibration is dropped."""
         return type(self)(**(self.to_dict() | {"confidence_temperatures": None} | changes))
 
     # ------------------------------------------------------------------ checks
 
     def _check_sizes(self) -> None:
-        """Before any size is used, even to repeat a list: each must be a whole number that a drafter can have."""
+        """Checks that each size is a whole number in a sane range, before any of them is used."""
         wrong = [
             f"{name}={size!r}"
             for name, largest in self.largest.items()
@@ -280,8 +280,8 @@ class DecoderDrafterConfig(DrafterConfig):
         qk_norm, v_norm (`bool`): RMSNorm on queries and keys; scale-free RMSNorm on values.
         attention_k_eq_v (`bool`): Values are the un-rotated keys (there is no `v_proj`).
         attention_scaling (`float`, *optional*): Factor on the attention scores; `head_dim ** -0.5` when `None`.
-        rotary_interleaved (`bool`): RoPE turns neighbouring channels instead of one half against the other (LFM2).
-        attention_sinks (`bool`): Each head has a logit of its own in the softmax that takes weight to nothing.
+        rotary_interleaved (`bool`): RoPE rotates pairs of neighbouring channels instead of pairing the two halves (LFM2).
+        attention_sinks (`bool`): Each head has one more logit in its softmax, whose share of the weight goes to no token.
         value_scale (`float`): Factor on the attention values (MiMo).
 
     The remaining arguments are those of [`DrafterConfig`] or have their usual transformers meaning.
@@ -293,7 +293,7 @@ class DecoderDrafterConfig(DrafterConfig):
         "head_dim": 2**16,
         "intermediate_size": 2**22,
     }
-    # What sets one decoder layer family apart from another.
+    # The fields in which the families of decoder layers differ.
     layer_families: ClassVar[dict[str, dict[str, Any]]] = {"qwen3": {"qk_norm": True}, "llama": {"qk_norm": False}}
 
     intermediate_size: int = 9728
@@ -323,7 +323,7 @@ class DecoderDrafterConfig(DrafterConfig):
 
     @property
     def layer_family(self) -> str | None:
-        """The family in `layer_families` that the layers are of; `None` for a combination of options that is in none."""
+        """The entry of `layer_families` with these options; `None` when there is none."""
         options = {name for family in self.layer_families.values() for name in family}
         ours = {name: getattr(self, name) for name in options}
         defaults = {name: getattr(type(self), name) for name in options}
@@ -331,7 +331,7 @@ class DecoderDrafterConfig(DrafterConfig):
         return None if self.mlp_bias or (self.attention_k_eq_v and family != "gemma4") else family
 
     def describe(self) -> dict[str, str]:
-        family = self.layer_family or "a combination of its own"
+        family = self.layer_family or "of no known model family"
         layers = (
             f"{self.num_hidden_layers} ({family}), hidden size {self.hidden_size}, "
             f"{self.num_attention_heads}/{self.num_key_value_heads} heads of {self.head_dim}, MLP {self.intermediate_size}"
@@ -355,7 +355,7 @@ class DecoderDrafterConfig(DrafterConfig):
 
     @classmethod
     def _fields_of_target(cls, text: PreTrainedConfig) -> dict[str, Any]:
-        # Layers may differ in their widths (Gemma 4); the draft layers take those of the first.
+        # The target's layers may differ in width (Gemma 4); the draft layers take the widths of the first.
         layer = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
         heads = layer.num_attention_heads
         intermediate_size = first_attribute(layer, "intermediate_size", "ffn_dim") or 4 * text.hidden_size
@@ -387,9 +387,9 @@ def decoder_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
 
 def spread_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
     """
-    Evenly spread tapped layers, from layer 1 to the fourth from last; fewer where the target is shallow.
+    Evenly spread tapped layers, from layer 1 to the fourth from last; fewer for a target with few layers.
 
-    For the released targets this gives the released ids: 36 layers give 1, 9, 17, 25, 33 and 40 give 1, 10, 19, 28, 37.
+    This gives the ids of the released drafters: 1, 9, 17, 25, 33 for 36 layers and 1, 10, 19, 28, 37 for 40.
     """
     last = max(num_target_layers - 3, 0)
     first = min(1, last)

@@ -1,8 +1,8 @@
-"""The drafter's key/value memory: context features projected once, kept in preallocated buffers.
+"""The drafter's key/value cache: context features are projected once and kept in preallocated buffers.
 
-Only context is ever kept (paper section 3.1): the block's own keys and values are written behind it for the one pass
-that needs them and are overwritten by the next. So nothing is concatenated or cropped, and the memory held depends
-on the committed tokens alone.
+Only context is kept (paper section 3.1). The keys and values of a block are written after it for the one pass that needs
+them, and the next block overwrites them. So nothing is concatenated or cropped, and the memory depends on the number of
+committed tokens alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class DraftCache:
     Attributes:
         lengths (`list[int]`): Context tokens held for each row.
         positions (`torch.Tensor` of shape `[B, capacity]`): Absolute position of each held token.
-        num_steps (`int`): Slots of the current block that earlier passes wrote, where a block takes several of them.
+        num_steps (`int`): Slots of the current block that earlier passes wrote, for drafters that need several passes per block.
     """
 
     def __init__(self, num_layers: int, num_rows: int = 1):
@@ -63,15 +63,15 @@ class DraftCache:
 
     def with_block(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Writes the block's keys and values behind the context and returns views over both, without keeping the block.
+        Writes the block's keys and values after the context and returns views over both, without keeping the block.
 
         Args:
             layer: Index of the draft layer.
             keys, values: The block's, `[B, H_kv, G, head_dim]`.
 
         Returns:
-            Keys and values `[B, H_kv, max_length + num_steps + G, head_dim]`. Row `r` holds nothing from `lengths[r]` to
-            `max_length`: the attention mask has to say so.
+            Keys and values `[B, H_kv, max_length + num_steps + G, head_dim]`. Columns `lengths[r]` to `max_length` of row
+            `r` are unused, so the attention mask has to exclude them.
         """
         start, size = self.max_length + self.num_steps, keys.shape[2]
         if self._keys[layer] is None or self._keys[layer].shape[2] < start + size:  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Drafters of any kind: loaded, saved and pushed to the Hub."""
+"""`Drafter`, the base class of all drafters: loading, saving and pushing to the Hub."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 
 class Drafter(DrafterModel):
     """
-    A model of any kind that drafts for a target from the target's hidden states.
+    The base class of all drafters: models that draft tokens for a target from the target's hidden states.
 
-    Load one with `Drafter.from_pretrained`, or with that of its kind where the kind is known. Its `generation_config`
-    holds transformers' settings for assisted generation: `num_assistant_tokens` (drafts per round) and
-    `assistant_confidence_threshold` (the drafts of a round end before the first less confident slot).
+    `Drafter.from_pretrained` loads a drafter of any kind; the class of a kind, such as [`DSparkDrafter`], loads that kind only.
+    A drafter's `generation_config` holds transformers' settings for assisted generation: `num_assistant_tokens` (drafts per
+    round) and `assistant_confidence_threshold` (drafting stops at the first slot below this confidence).
     """
 
     @classmethod
@@ -51,7 +51,7 @@ class Drafter(DrafterModel):
         Args:
             pretrained_model_name_or_path: Folder or repository name.
             config (`DrafterConfig`, *optional*): Used instead of the checkpoint's configuration.
-            borrow_embeddings (`bool`): Leave the checkpoint's own embedding and LM head unread and use the target's.
+            borrow_embeddings (`bool`): Do not read the checkpoint's embedding and LM head; use the target's.
             kwargs: As in [`~transformers.PreTrainedModel.from_pretrained`] (`dtype`, `device_map`, `revision`, ...).
 
         Raises:
@@ -80,8 +80,8 @@ class Drafter(DrafterModel):
             )
         drafter: Any = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
         drafter.check_values(pretrained_model_name_or_path)
-        # transformers reads these only for models that generate by themselves.
-        # `update` leaves out names that are not transformers' own.
+        # transformers reads the generation settings only for models that can generate alone.
+        # `update` ignores names that transformers does not know.
         for name, value in checkpoint.generation_settings.items():
             setattr(drafter.generation_config, name, value)
         if checkpoint.throughput_curve is not None:
@@ -90,7 +90,7 @@ class Drafter(DrafterModel):
 
     @classmethod
     def _class_for(cls, path: Any, config: DrafterConfig) -> Any:
-        """This class where it is of a kind, otherwise that of the checkpoint's; `ValueError` when they differ."""
+        """The class to load a checkpoint with: that of its kind. `ValueError` when this class is of another kind."""
         kind = drafter_class(config)
         if cls is Drafter:
             return kind
@@ -113,7 +113,7 @@ class Drafter(DrafterModel):
         **kwargs: Any,
     ) -> Export | None:
         """
-        Writes the drafter's own tensors, its configuration and its generation settings.
+        Writes the drafter's weights (without what it borrows from the target), configuration and generation settings.
 
         Args:
             save_directory: Folder to write to.
@@ -124,10 +124,10 @@ class Drafter(DrafterModel):
             include_embeddings (`bool`): Also write the borrowed embedding and LM head, which makes the file usable
                 without the target at the cost of its size.
             format (`str`, *optional*):
-                A format for other software instead, see [`~dspark_hf.checkpoints.export`], whose result is returned.
+                Write a format for other software instead and return the result of [`~dspark_hf.checkpoints.export`].
             custom_generate (`bool`):
-                Also write the code by which `generate(custom_generate=save_directory, drafter=save_directory)` uses the drafter
-                without an import. On the Hub it knows its repository: there `generate(custom_generate=repo_id)` is enough.
+                Also write the code that makes `generate(custom_generate=save_directory, drafter=save_directory)` work in a
+                program that does not import dspark_hf. Once pushed, `generate(custom_generate=repo_id)` is enough.
             kwargs: As in [`~transformers.PreTrainedModel.save_pretrained`].
         """
         hub = {name: kwargs.pop(name) for name in PUSH_ARGUMENTS if name in kwargs} if push_to_hub else {}
@@ -148,8 +148,8 @@ class Drafter(DrafterModel):
     def _write_files(
         self, folder: Any, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
     ) -> None:
-        """Weights, configuration, generation settings and cost curve, in place of those of an earlier save."""
-        if not is_main_process:  # It has a part in gathering distributed weights, and writes nothing.
+        """Writes weights, configuration, generation settings and cost curve; files of an earlier save are replaced."""
+        if not is_main_process:  # Takes part in gathering distributed weights, but writes nothing.
             super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
             return
         with whole_files(folder) as part:
@@ -159,7 +159,7 @@ class Drafter(DrafterModel):
                 self.throughput_curve.save(part / THROUGHPUT_CURVE_NAME)
             written = {file.name for file in part.iterdir()}
         if any(map(WEIGHT_FILES.fullmatch, written)):
-            # One file would be read in place of new shards, and the index of old shards in place of one file.
+            # An old single file would be read instead of new shards, and an old index instead of a new single file.
             for file in Path(folder).iterdir():
                 if WEIGHT_FILES.fullmatch(file.name) and file.name not in written:
                     file.unlink()
@@ -181,22 +181,22 @@ class Drafter(DrafterModel):
         **kwargs: Any,
     ) -> CommitInfo:
         """
-        Pushes the drafter to the Hub in one commit, with a model card made from what is known of it.
+        Pushes the drafter to the Hub in one commit, with a model card.
 
-        `training.json`, `results.json` (of `dspark-hf bench`) and `throughput_curve.json` beside the weights go with it and
-        into the card; calibration temperatures are in the configuration. A card that somebody wrote or changed, in that
-        folder or on the Hub, is left as it is.
+        `training.json`, `results.json` (of `dspark-hf bench`) and `throughput_curve.json` in the folder of the weights are
+        pushed too, and the card reports what they hold. A card that was written or edited by hand, in that folder or on the
+        Hub, is not replaced.
 
         Args:
-            repo_id (`str`): Repository, `name` or `owner/name`. It is made when there is none.
+            repo_id (`str`): Repository, `name` or `owner/name`. It is created if it does not exist.
             commit_message, commit_description, private, token, revision, create_pr:
                 As in [`~transformers.PreTrainedModel.push_to_hub`].
-            tags (`list[str]`, *optional*): Further tags of the card.
+            tags (`list[str]`, *optional*): Additional tags for the card.
             base_model (`str`, *optional*):
                 The target's name on the Hub, under which the drafter is listed; the configuration's
                 `target_name_or_path` by default.
             license (`str`, *optional*): The drafter's licence; by default the target's.
-            beside: A folder with files about these weights; by default the one they were loaded from.
+            beside: The folder of `training.json` and the other files; by default the one the drafter was loaded from.
             kwargs: As in [`~Drafter.save_pretrained`]: `format`, `include_embeddings`, `max_shard_size`, and
                 `custom_generate=True` for the code that `generate(custom_generate=repo_id)` runs.
 
@@ -212,7 +212,7 @@ class Drafter(DrafterModel):
         return push(self, commit, write, beside, tags=tags or (), base_model=base_model, license=license)
 
 
-# The arguments of a push among those of `save_pretrained`.
+# Keyword arguments of `save_pretrained` that belong to the push.
 PUSH_ARGUMENTS = tuple(
     name
     for name, parameter in inspect.signature(Drafter.push_to_hub).parameters.items()

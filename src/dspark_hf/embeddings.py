@@ -1,4 +1,4 @@
-"""The embedding and LM head that a drafter uses: its own, or the target's by reference."""
+"""The embedding and LM head that a drafter uses: those in its checkpoint, or the target's by reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SharedEmbeddings:
     """
     An embedding and an LM head, called as modules and never copied.
 
-    Calling the modules, rather than reading their weights, is what makes quantised and offloaded targets work. Only a
-    reduced draft vocabulary keeps something of its own: the head's rows of that vocabulary, gathered once.
+    Quantized and offloaded targets work because the modules are called, instead of their weights being read. The exception
+    is a reduced draft vocabulary: the head's rows for it are gathered once and kept.
 
     Args:
         embed_tokens: Maps ids `[...]` to rows `[..., D]`.
@@ -24,7 +24,7 @@ class SharedEmbeddings:
         embedding_scale: Factor on the raw embedding rows.
         draft_token_ids: Token ids of the draft vocabulary, `[V_draft]`; `None` for the full one.
         head_is_reduced: Whether `lm_head` already gives the draft vocabulary only.
-        raw_embeddings: Read the stored rows, past the norm or scale that the embedding module applies.
+        raw_embeddings: Read the stored rows, without the norm or scale that the embedding module applies.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class SharedEmbeddings:
     ):
         self.embed_tokens = embed_tokens
         self.lm_head = lm_head
-        # Gemma's embedding module already multiplies by its scale; the drafter's configuration is what counts.
+        # Gemma's embedding module multiplies by a scale. It is divided out, because the drafter's configuration has the scale.
         module_scale = 1.0 if raw_embeddings else float(getattr(embed_tokens, "embed_scale", 1.0))
         self.raw_embeddings = raw_embeddings
         self.scale = embedding_scale / module_scale
         self.draft_token_ids = None if head_is_reduced else draft_token_ids
-        # A copy of the head's rows; the stamps tell whether it still is what the head and the draft vocabulary hold.
+        # A copy of the head's rows; the stamps tell whether the head or the draft vocabulary has changed since.
         self._gathered_from: tuple[Stamp, Stamp] | None = None
         self._gathered_rows = self._gather_head_rows()
 
     def serves(self, embed_tokens: nn.Module, lm_head: nn.Module, draft_token_ids: torch.Tensor | None) -> bool:
-        """Whether this is made of these modules as they are now, and of these draft tokens."""
+        """Whether this was made from these modules and draft tokens, and they have not changed since."""
         if self.embed_tokens is not embed_tokens or self.lm_head is not lm_head:
             return False
         if self.draft_token_ids is not None and self.draft_token_ids is not draft_token_ids:
@@ -61,7 +61,7 @@ class SharedEmbeddings:
 
     def head_weight(self) -> torch.Tensor:
         """
-        The head's weight over the draft vocabulary, `[V_draft, D]`, not a copy where the head gives no other tokens.
+        The head's weight over the draft vocabulary, `[V_draft, D]`; not a copy if that is all the head has.
 
         Raises:
             ValueError: when the head is more than a plain weight: quantized, offloaded or with a bias.
@@ -76,7 +76,7 @@ class SharedEmbeddings:
             )
         if getattr(self.lm_head, "bias", None) is not None:
             raise ValueError(
-                "The target's LM head has a bias, for which the drafter's has no place: it cannot be copied."
+                "The target's LM head has a bias, which the drafter's LM head cannot store, so it cannot be copied."
             )
         return weight if self.draft_token_ids is None else weight[self.draft_token_ids.to(weight.device)]
 
@@ -106,14 +106,14 @@ class SharedEmbeddings:
         return logits
 
     def target_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The head as it is, over its whole vocabulary."""
+        """Raw logits `[..., V]` over the head's whole vocabulary."""
         inputs = hidden_states.to(_device(self.lm_head, hidden_states.device))
         if (dtype := _float_dtype(self.lm_head)) is not None and not torch.is_autocast_enabled(inputs.device.type):
             inputs = inputs.to(dtype)
         return self.lm_head(inputs).to(hidden_states.device)
 
     def _gather_head_rows(self) -> torch.Tensor | None:
-        """The head's rows of the draft vocabulary, where it is a plain linear map; otherwise logits are selected."""
+        """The head's rows for the draft vocabulary; `None` if it is not a plain linear layer: then logits are selected."""
         head = self.lm_head
         if (
             self.draft_token_ids is None
@@ -130,7 +130,7 @@ class SharedEmbeddings:
 
 
 class Stamp:
-    """Tells whether a tensor is still the one it was: not replaced, moved, converted or written to."""
+    """Detects whether a tensor was replaced, moved, converted or written to since the stamp was made."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = weakref.ref(tensor)
@@ -138,7 +138,7 @@ class Stamp:
         self._version = _write_count(tensor)
 
     def is_still(self, tensor: torch.Tensor | None) -> bool:
-        """`False` for tensors made in inference mode as well, which do not count how often they were written to."""
+        """`False` also for tensors made in inference mode, for which torch does not count writes."""
         if tensor is None or self._version is None:
             return False
         unchanged = self._address == tensor.data_ptr() and self._version == _write_count(tensor)
@@ -166,7 +166,7 @@ def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 
 
 def _device(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a module wants its input; `default` when hooks move inputs themselves or it has no weight to tell."""
+    """The device a module expects its input on; `default` if hooks move its inputs, or it has no weight."""
     weight = _weight(module)
     if has_device_hook(module) or weight is None or weight.is_meta:
         return default

@@ -1,4 +1,4 @@
-"""One decoder layer with context keys and values injected (paper section 3.1); layer families are options of it.
+"""The parts of a decoder layer with injected context keys and values (paper section 3.1), with options per model family.
 
 Queries come from the block only. Keys and values come from the block and from the projected context features,
 through the same `k_proj` and `v_proj`.
@@ -24,7 +24,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class DSparkRMSNorm(nn.RMSNorm):
-    """Root-mean-square norm, in float32 inside, with or without a scale."""
+    """Root-mean-square norm, computed in float32, with or without a scale."""
 
     def __init__(self, size: int, eps: float, with_scale: bool = True):
         super().__init__(size, eps=eps, elementwise_affine=with_scale)
@@ -56,8 +56,8 @@ class DSparkRotaryEmbedding(nn.Module):
     ) -> tuple[torch.Tensor, float]:
         """Unscaled inverse frequencies `[rotary_dim / 2]`; transformers calls this by name when it loads weights."""
         parameters = config.rope_parameters or {}
-        # Only the drafter's own `rope_parameters` may narrow the rotation: a factor inherited from the target's
-        # configuration would silently halve acceptance, so the readers of checkpoints drop it.
+        # Only the drafter's `rope_parameters` may restrict the rotation to some channels. A factor inherited from the
+        # target's configuration would silently halve acceptance, so the readers of checkpoints drop it.
         size = int((config.head_dim or 0) * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.float, device=device) / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
@@ -65,7 +65,7 @@ class DSparkRotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> RotaryAngles:
-        """`position_ids` `[B, T]` -> cosines and sines `[B, 1, T, rotary_dim]` in the dtype of `hidden_states`."""
+        """Cosines and sines `[B, 1, T, rotary_dim]` of `position_ids` `[B, T]`, in the dtype of `hidden_states`."""
         frequencies = position_ids[..., None].float() * self.inv_freq.float()  # [B, T, rotary_dim / 2]
         angles = torch.cat([frequencies, frequencies], dim=-1).unsqueeze(1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
@@ -74,8 +74,8 @@ class DSparkRotaryEmbedding(nn.Module):
 
 def rotate(states: torch.Tensor, angles: RotaryAngles, interleaved: bool = False) -> torch.Tensor:
     """
-    Rotates the leading `rotary_dim` channels of `states` `[B, H, T, head_dim]`: half against half, or, interleaved,
-    each channel against its neighbour.
+    Rotates the leading `rotary_dim` channels of `states` `[B, H, T, head_dim]`: pairs of one channel from each half, or,
+    if interleaved, pairs of neighbours.
     """
     cos, sin = angles
     size = cos.shape[-1]
@@ -95,11 +95,11 @@ class DSparkAttention(nn.Module):
 
     Args:
         config: The drafter's.
-        layer_idx: Its layer.
-        input_size: Width of what it reads; the hidden size by default.
+        layer_idx: Index of the draft layer.
+        input_size: Width of its input; the hidden size by default.
     """
 
-    is_causal = False  # Read by the interface; every restriction of ours is in the mask.
+    is_causal = False  # Read by transformers' attention functions; every restriction is in our mask.
 
     def __init__(self, config: DecoderDrafterConfig, layer_idx: int, input_size: int | None = None):
         super().__init__()
@@ -189,11 +189,11 @@ def with_sink(
     sinks: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    Attention sinks for attention functions that know nothing of them: one more key, whose score is each head's sink
-    (its content is zero and the mask adds the sink) and whose value is zero, so that it only takes weight away.
+    Adds attention sinks for attention functions that do not support them, as one more key and value, both zero. The mask
+    adds each head's sink logit to the score of that key, so it takes weight from the others and contributes nothing.
 
     Args:
-        sinks: A logit for each query head, `[H]`.
+        sinks: Sink logit of each query head, `[H]`.
         queries, keys, values: `[B, H, Q, head_dim]` and twice `[B, H_kv, S, head_dim]`.
         mask: Boolean or additive, `[B, 1, Q, S]`; `None` where everything is seen.
 

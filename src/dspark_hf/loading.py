@@ -1,4 +1,4 @@
-"""Loads targets by name, and says in one sentence what is wrong with a name, a dtype or a device."""
+"""Loads targets by name, with one-sentence errors for a wrong name, dtype or device."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def load_language_model(
 
 def check_is_target(name: str, **kwargs: Any) -> None:
     """
-    Reads the configuration alone.
+    Checks that a name is that of a target, by reading the configuration alone.
 
     Raises:
-        ValueError: when it is that of a drafter.
-        OSError: when there is none.
+        ValueError: when it is the configuration of a drafter.
+        OSError: when there is no configuration.
     """
     with reading(name, kwargs.get("revision")):
         raw, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
@@ -93,7 +93,7 @@ def check_is_target(name: str, **kwargs: Any) -> None:
 
 def load_target_config(name: str) -> PreTrainedConfig:
     """
-    The configuration of a target, whose weights are not read.
+    The configuration of a target, without reading its weights.
 
     Raises:
         ValueError, OSError: as [`check_is_target`] does.
@@ -110,7 +110,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        # transformers makes an empty tokenizer of some families where there is no file.
+        # For some model families, transformers makes an empty tokenizer when the file is missing.
         said = "" if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else "it has no tokens"
     except (ValueError, OSError, ImportError) as error:
         said = str(error).strip().partition("\n")[0].rstrip(":. ")
@@ -140,6 +140,6 @@ def check_device(device: str) -> None:
 
 
 def default_device() -> str:
-    """The accelerator of this machine, `"cpu"` where there is none."""
+    """The accelerator of this machine, or `"cpu"`."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if kind is None else kind.type

@@ -18,7 +18,7 @@ def drafting_mask(
     causal: bool,
 ) -> torch.Tensor | None:
     """
-    Mask of one block a row over its cached context and itself.
+    Mask of one block per row over the row's cached context and the block itself.
 
     Args:
         query_positions: Absolute positions of the block slots, `[B, G]`.
@@ -63,7 +63,7 @@ def anchor_mask(
         anchor_positions: Index of each block's anchor in the sequence, `[B, A]`.
         keep_anchors: False for filler blocks, which see only themselves, `[B, A]`.
         attention_mask: False for padding, `[B, T]`.
-        block_size: Slots a block.
+        block_size: Slots per block.
         window, causal: As in [`drafting_mask`].
 
     Returns:
@@ -110,12 +110,12 @@ def anchor_mask_mod(
 
 def chain_drafting_mask(context_lengths: list[int], num_steps: int, device: torch.device) -> torch.Tensor | None:
     """
-    Mask of one step of a chain a row over the row's cached context and the chain up to the step itself.
+    Mask of one step of one chain per row, over the row's cached context and the chain up to and including this step.
 
     Args:
         context_lengths: Context tokens of each row.
-        num_steps: Steps of the chain, this one counted.
-        device: Of the mask.
+        num_steps: Steps of the chain, including this one.
+        device: Device of the mask.
 
     Returns:
         `[B, 1, 1, T + num_steps]`, `T` the longest row's length; `None` when every row sees everything.
@@ -132,12 +132,12 @@ def chain_training_mask(starts: torch.Tensor, num_context: int, num_steps: int) 
     """
     Mask of one step of many chains over the context and all steps so far (EAGLE-3's training-time test).
 
-    A chain sees the context strictly before its start, and its own steps: nothing of the other chains.
+    A chain sees the context strictly before its start and its own steps, but not the other chains.
 
     Args:
         starts: Index in the sequence of the state that each chain starts from, `[B, A]`.
         num_context: Length of the sequence, `T`.
-        num_steps: Steps so far, this one counted; the keys of each are those of all chains, one step after the other.
+        num_steps: Steps so far, including this one. The keys are ordered by step, then by chain.
 
     Returns:
         `[B, 1, A, T + num_steps * A]`.
@@ -153,7 +153,7 @@ def as_attention_argument(mask: torch.Tensor | None, implementation: str | None,
     A boolean mask in the form the attention implementation wants.
 
     `eager` adds its mask to the scores; `sdpa` keeps booleans; flash attention takes only which keys exist, `[B, S]`,
-    so it serves masks that are the same for every slot.
+    so it only works for masks that are the same for every slot.
 
     Raises:
         ValueError: when flash attention is asked for a causal or sliding block.

@@ -1,4 +1,4 @@
-"""What every drafter computes with, and the questions that each kind of drafter answers in its own way."""
+"""`DrafterModel`: what all drafters share (embeddings, binding to a target), and the methods that each kind defines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @dataclass
 class DrafterOutput(ModelOutput):
     """
-    What one pass of the backbone gives.
+    The output of one pass of the backbone.
 
     Args:
         loss (`torch.Tensor`, *optional*): What `objective` returned as the training loss.
@@ -42,11 +42,11 @@ class DrafterOutput(ModelOutput):
 
 class DrafterModel(PreTrainedModel):
     """
-    A drafter without what concerns its files, which [`Drafter`] adds.
+    A drafter without loading and saving, which [`Drafter`] adds.
 
-    A kind says how it is built (`__init__`, which ends with `post_init()` as in all of transformers' models), what `forward`
-    computes and what it takes in training, and answers the methods under "what each kind answers" where it differs. What can be
-    told without weights is in its [`~dspark_hf.configuration_drafter.DrafterConfig`].
+    A kind of drafter defines `__init__` (which ends with `post_init()`, as in all models of transformers), `forward`,
+    `training_inputs`, and those of the methods under "what each kind defines" that differ from the defaults here. What
+    can be known without weights belongs in its [`~dspark_hf.configuration_drafter.DrafterConfig`].
     """
 
     config_class = DrafterConfig
@@ -56,14 +56,14 @@ class DrafterModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # A checkpoint may hold its own copies of these although the drafter was asked to borrow the target's.
+    # A checkpoint may contain these although the drafter was asked to borrow the target's.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\."]
 
     config: DrafterConfig
     layers: Sequence[nn.Module]
     embed_tokens: nn.Embedding | None
     lm_head: nn.Linear | None
-    extend_cache: Callable[..., None]  # Adds final tokens to a cache; what it reads of them is up to the kind.
+    extend_cache: Callable[..., None]  # Adds final tokens to a cache; its arguments depend on the kind.
     draft_token_ids: torch.Tensor | None
 
     def __init__(self, config: DrafterConfig):
@@ -71,7 +71,7 @@ class DrafterModel(PreTrainedModel):
         config.check()
 
     def post_init(self) -> None:
-        """The last step of a kind's `__init__`: adds the drafter's own embedding and LM head, if any, and initial weights."""
+        """The last step of a kind's `__init__`: adds embedding and LM head if the checkpoint has them, initialises weights."""
         config = self.config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.has_embed_tokens else None
         self.lm_head = nn.Linear(config.hidden_size, config.logits_size, bias=False) if config.has_lm_head else None
@@ -80,9 +80,9 @@ class DrafterModel(PreTrainedModel):
         self.generation_config = GenerationConfig(
             num_assistant_tokens=config.num_draft_tokens, assistant_confidence_threshold=0.0
         )
-        # What a pass of the target costs, where it was measured; schedulers and back-off reckon with it.
+        # The measured cost of a target pass, if known; used by schedulers and back-off.
         self.throughput_curve: ThroughputCurve | None = None
-        # Kept outside the module tree, so that the target's tensors are not moved, trained or saved as ours.
+        # Kept outside the module tree, so that the target's tensors are not moved, trained or saved with the drafter's.
         self._binding: tuple[weakref.ref[PreTrainedModel], SharedEmbeddings] | None = None
         super().post_init()
         for module in (self.embed_tokens, self.lm_head):
@@ -97,27 +97,27 @@ class DrafterModel(PreTrainedModel):
         if module is self and self.draft_token_ids is not None:
             init.copy_(self.draft_token_ids, torch.arange(len(self.draft_token_ids)))
 
-    if TYPE_CHECKING:  # transformers wraps `to` so that type checkers take it for a function without `self`.
+    if TYPE_CHECKING:  # transformers decorates `to` in a way that makes type checkers lose its `self`.
 
         def to(self, *args: Any, **kwargs: Any) -> Self: ...  # type: ignore[override]
 
-    # ------------------------------------------------------------------ what each kind answers
+    # ------------------------------------------------------------------ what each kind defines
 
-    # The attention that training takes on an accelerator by default; `None` for the one set when the drafter was loaded.
+    # The default attention implementation for training on an accelerator; `None` keeps the one the drafter was loaded with.
     training_attention: ClassVar[str | None] = None
 
     @property
     def passes_per_round(self) -> int:
-        """Passes of the drafter that a whole round of drafts takes: 1 where all slots are computed together."""
+        """Passes of the drafter per round: 1 if all slots are computed together."""
         return 1
 
     @property
     def heads(self) -> dict[str, nn.Module]:
-        """Light modules on top of the backbone, by attribute name; LoRA training can train whole copies of them."""
+        """Small modules on top of the backbone, by attribute name; LoRA training can train them in full."""
         return {}
 
     def new_cache(self, num_rows: int = 1) -> DraftCache:
-        """An empty cache for the context of so many rows."""
+        """An empty cache for the context of `num_rows` rows."""
         return DraftCache(len(self.layers), num_rows)
 
     def training_inputs(
@@ -128,33 +128,33 @@ class DrafterModel(PreTrainedModel):
         keep_anchors: torch.Tensor,
     ) -> dict[str, Any]:
         """
-        What `forward` takes to draft from each anchor of a batch of texts, besides `context_features`, `embeddings` and
-        `objective`. It then returns hidden states `[B, A * S, D]`, the last `num_draft_tokens` of the `S` of each anchor being
-        those that drafts are predicted from.
+        The arguments of `forward` to draft from each anchor of a batch of texts, besides `context_features`, `embeddings` and
+        `objective`. With them, `forward` returns `S` hidden states per anchor, `[B, A * S, D]`; the last `num_draft_tokens`
+        of these are the ones that drafts are predicted from.
 
         Args:
             input_ids: `[B, T]`, padded on the right.
             attention_mask: False at padding, `[B, T]`.
             anchor_positions: Index of each anchor in its row, ascending, `[B, A]`; 0 for fillers.
-            keep_anchors: False for the fillers of rows that have fewer anchors than others, `[B, A]`.
+            keep_anchors: False for the fillers in rows that have fewer anchors than others, `[B, A]`.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say what it is trained on.")
+        raise NotImplementedError(f"{type(self).__name__} does not define training_inputs.")
 
     def sequential_features(self, previous_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """
-        What the logits of each draft take from the tokens before it, when those are known (training, and scoring drafts).
+        What the logits of each draft depend on besides its hidden state, when all tokens are known (training, scoring drafts).
 
         Args:
             previous_ids: The token before each draft, `[..., G]`.
             hidden_states: What `forward` gave for each draft, `[..., G, D]`.
 
         Returns:
-            Features `[..., G, r]`; `None` for drafters whose hidden states say it all.
+            Features `[..., G, r]`; `None` for drafters whose logits depend on the hidden states alone.
         """
         return None
 
     def sequential_parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that `draft_logits` applies to those features."""
+        """The parameters that `draft_logits` applies to the features of `sequential_features`."""
         return ()
 
     def draft_logits(
@@ -165,14 +165,14 @@ class DrafterModel(PreTrainedModel):
 
     def confidence_logits(self, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """
-        Confidence before the sigmoid `[...]`, from hidden states `[..., D]` and the tokens before the drafts `[...]`. Only asked
-        for where `config.gives_confidence`.
+        Confidence before the sigmoid `[...]`, from hidden states `[..., D]` and the tokens before the drafts `[...]`. Only called
+        if `config.gives_confidence`.
         """
         raise NotImplementedError(f"{type(self).__name__} gives no confidence.")
 
     def start_neutral(self, new: set[str]) -> None:
         """
-        Initialises new tensors so that a drafter that was given them drafts what it drafted before.
+        Initialises tensors that were added to a trained drafter, so that it still drafts the same tokens.
 
         Args:
             new: Their names in the state dict.
@@ -180,10 +180,10 @@ class DrafterModel(PreTrainedModel):
 
     def beyond_dflash(self, heads_elsewhere: bool = False) -> list[str]:
         """
-        What this drafter has that transformers' own DFlash generator does not know; nothing when that can draft with it.
+        The features of this drafter that transformers' DFlash generator does not support; empty if that can draft with it.
 
         Args:
-            heads_elsewhere: The caller computes the logits, which may then take more than the target's LM head.
+            heads_elsewhere: Whether the caller computes the logits, so that heads of the drafter do not count.
         """
         return [f"another way of drafting ({self.config.method})"]
 
@@ -197,12 +197,12 @@ class DrafterModel(PreTrainedModel):
 
     def bind(self, target: PreTrainedModel | None = None) -> SharedEmbeddings:
         """
-        The embedding and LM head to draft with: the drafter's own where it has them, otherwise the target's.
+        The embedding and LM head to draft with: those of the drafter's checkpoint, otherwise the target's.
 
-        `generate` and the trainer do this themselves; call it to use the drafter alone.
+        `generate` and the trainer call this; call it yourself only to run the drafter alone.
 
         Args:
-            target: The target to borrow from. It is referred to, not copied. `None` uses the last one bound.
+            target: The target to borrow from, by reference. `None` uses the last one bound.
 
         Raises:
             ValueError: when there is nothing to borrow from, or the target's shapes do not fit the drafter.
@@ -210,7 +210,7 @@ class DrafterModel(PreTrainedModel):
         binding = self._binding  # Read once: another thread may bind meanwhile.
         if target is None and binding is not None:
             target = binding[0]()
-            if target is None:  # The target is gone, but not what was borrowed from it.
+            if target is None:  # The target was deleted, but the borrowed modules still exist.
                 return binding[1]
         embed_tokens: nn.Module | None = self.embed_tokens
         lm_head: nn.Module | None = self.lm_head
@@ -220,7 +220,7 @@ class DrafterModel(PreTrainedModel):
             embed_tokens, lm_head = embed_tokens or theirs[0], lm_head or theirs[1]
         if embed_tokens is None or lm_head is None:
             raise ValueError(
-                "This drafter has no embedding or LM head of its own: call drafter.bind(target) first. "
+                "This drafter borrows the target's embedding and LM head: call drafter.bind(target) first. "
                 f"It was made for {self.config.target_name_or_path or 'a target its configuration does not name'}."
             )
         known = binding[1] if binding is not None and binding[0]() is target else None
@@ -244,19 +244,19 @@ class DrafterModel(PreTrainedModel):
 
     @property
     def bound_target(self) -> PreTrainedModel | None:
-        """The target that the drafter was last bound to; `None` without one, and when it is gone."""
+        """The target that the drafter was last bound to; `None` if there was none or it has been deleted."""
         return None if self._binding is None else self._binding[0]()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the target out: bind them to theirs."""
+        """Copies and pickles do not contain the target: bind them again."""
         return self.__dict__ | {"_binding": None}
 
     def owning_embeddings(self) -> Any:
         """
-        A shallow twin with copies of the embedding and LM head that this drafter borrows.
+        A shallow copy of this drafter that contains copies of the embedding and LM head that this one borrows.
 
         Raises:
-            ValueError: when it is bound to nothing, or the target's are quantized or offloaded.
+            ValueError: when the drafter is not bound, or the target's modules are quantized or offloaded.
         """
         embeddings = self.bind()
         twin = copy.copy(self)
@@ -282,7 +282,7 @@ class DrafterModel(PreTrainedModel):
 
     def check_values(self, path: Any) -> None:
         """
-        Looks at the weights themselves.
+        Checks the values of the weights.
 
         Args:
             path: Where they came from, for the message.
@@ -304,7 +304,7 @@ class DrafterModel(PreTrainedModel):
             )
 
     def enable_adapters(self) -> None:
-        """As in transformers, and with the heads that an adapter brings (PEFT's `modules_to_save`)."""
+        """As in transformers, but also enables the heads that were trained with the adapter (PEFT's `modules_to_save`)."""
         super().enable_adapters()
         from peft.utils import ModulesToSaveWrapper
 
@@ -315,7 +315,7 @@ class DrafterModel(PreTrainedModel):
 
 def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
     """
-    Refuses a target the drafter was not made for.
+    Refuses a target that the drafter does not fit.
 
     Raises:
         ValueError: naming what differs (vocabulary, hidden size, tapped layers, encoder-decoder) and the target to load.

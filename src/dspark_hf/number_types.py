@@ -7,11 +7,11 @@ import torch
 
 def floating_dtype(name: str, option: str) -> torch.dtype:
     """
-    The dtype of a name.
+    The dtype with the given name.
 
     Args:
         name: Such as `"bfloat16"`.
-        option: What the error calls it.
+        option: The option's name in the error message.
 
     Raises:
         ValueError: when torch has no floating-point dtype of this name.

@@ -26,7 +26,7 @@ def register_kind(drafter: type[Any]) -> None:
 
 
 def unregister_kind(drafter: type[Any]) -> None:
-    """Takes back [`register_kind`], except in transformers' Auto classes, which forget nothing."""
+    """Undoes [`register_kind`], except in transformers' Auto classes, which have no way to remove an entry."""
     del _drafters[drafter.config_class.model_type]
 
 

@@ -27,20 +27,20 @@ class RopeLimit(NamedTuple):
 
     def max_drafts(self, num_tokens: int) -> int:
         """
-        How many drafts may be verified without any token being rotated otherwise than in a pass of its own.
+        How many drafts may be verified such that every token is rotated as if it were decoded alone.
 
         Args:
-            num_tokens: Tokens of the row so far, the anchor and padding included.
+            num_tokens: Tokens of the row so far, including the anchor and padding.
         """
-        # From the token after the change on, all have the frequencies of long sequences. At the change some models discard their
-        # cache and are fed the whole sequence again, which is left to one token.
+        # All tokens after the change have the frequencies of long sequences. Some models discard their cache at the change
+        # and process the whole sequence again; no draft is verified in that pass.
         if self.kind == "longrope" and num_tokens - self.num_padding > self.length + 1:
             return sys.maxsize
         return max(0, self.length - num_tokens)
 
 
 def rope_limit(model: torch.nn.Module) -> RopeLimit | None:
-    """The limit of a target; `None` for most, whose frequencies never change."""
+    """The limit of a target; `None` for targets whose frequencies never change, which most are."""
     for module in model.modules():
         kinds = vars(module).get("rope_type")
         for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():

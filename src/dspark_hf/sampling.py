@@ -1,4 +1,4 @@
-"""Which drafts pass and what is drawn instead: the part that makes speculative decoding lossless.
+"""Which drafts are accepted and what is drawn instead: the part that makes speculative decoding lossless.
 
 Pure functions over probabilities. Accepting `x ~ q` with probability `min(1, p(x) / q(x))` and otherwise drawing from
 `norm(max(p - q, 0))` gives exactly `p` (paper section 2.1; Leviathan et al., 2023), whatever `q` is, as long as `q` is the
@@ -20,8 +20,9 @@ def drafting_distribution(scores: torch.Tensor) -> torch.Tensor:
     """
     The probabilities to draft with, `[..., V]`, from processed scores `[..., V]`.
 
-    Any distribution serves, as long as the draft is drawn from it. So where processors leave a reduced vocabulary no token, or
-    make NaN of its missing ones, the draft is drawn from what is left, or from all tokens alike, and verification decides.
+    Verification is exact for any distribution that the draft was really drawn from. So when processors exclude every token
+    of a reduced vocabulary, or turn its missing tokens into NaN, the draft is drawn from the remaining tokens, or uniformly
+    from all of them.
     """
     scores = scores.nan_to_num(nan=float("-inf"), posinf=torch.finfo(scores.dtype).max, neginf=float("-inf"))
     is_possible = scores.amax(-1, keepdim=True) > float("-inf")
@@ -56,7 +57,7 @@ def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Ten
 
 
 def leading_true(mask: torch.Tensor) -> torch.Tensor:
-    """Length of the leading run of True along the last dimension: `[..., G]` -> `[...]`."""
+    """Number of True before the first False along the last dimension: `[..., G]` -> `[...]`."""
     return mask.long().cumprod(-1).sum(-1)
 
 

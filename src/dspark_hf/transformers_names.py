@@ -1,8 +1,8 @@
-"""The one file that knows what transformers keeps private, and what its supported versions name differently.
+"""The only file with private names of transformers, and with names that differ between its supported versions.
 
-Every other file of the package uses the functions and constants below. `check_transformers` runs at import and says so
-when a version of transformers has changed one of these names. The few private names of torch, PEFT and accelerate that
-come with transformers' models are here too.
+Every other file of the package uses the functions and constants below. `check_transformers` runs at import and warns when
+the installed transformers has changed one of these names. The few private names of torch, PEFT and accelerate that come
+with transformers' models are here too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     GenerativeModel: TypeAlias = _BaseModelWithGenerate
 else:
-    Trainer = object  # Training alone imports the Trainer, which takes long.
+    Trainer = object  # Importing the Trainer takes long, and only training needs it.
     GenerativeModel = PreTrainedModel
 
 # ---------------------------------------------------------------------- arguments of models
@@ -44,8 +44,8 @@ CACHE_KEY = (
 # Arguments that give each token of the prompt a type, `[B, T]`.
 TOKEN_TYPE_KEYS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
-# Since transformers 5.23 a list given as `output_hidden_states=` names entries of `hidden_states`, and the others are not
-# kept. Before, it named decoder layers, which are numbered differently and leave out the embedding output.
+# Since transformers 5.23, `output_hidden_states=[...]` lists the entries of `hidden_states` to keep. Before, it listed
+# decoder layers, which are numbered differently and do not include the embedding output.
 _LISTS_NAME_ENTRIES = hasattr(output_capturing, "selected_hidden_states")
 
 # transformers' DFlash generator, too, reads `hidden_states[i + 1]` for layer `i` since 5.23, and `hidden_states[i]` before.
@@ -53,14 +53,14 @@ DFLASH_READS_LAYER_INPUTS = not _LISTS_NAME_ENTRIES
 
 
 def output_hidden_states(indices: list[int]) -> list[int] | bool:
-    """What to pass as `output_hidden_states=` so that the given entries of `hidden_states` are there, with others if need be."""
+    """The value of `output_hidden_states=` that returns the given entries of `hidden_states`, and possibly others."""
     return indices if _LISTS_NAME_ENTRIES else True
 
 
 def context_features(model_output: Any, indices: list[int]) -> torch.Tensor:
     """The given entries of a target output's `hidden_states`, each `[B, T, D]`, concatenated to `[B, T, m * D]`."""
     states = [model_output.hidden_states[index] for index in indices]
-    # The layers of a target spread over devices leave their outputs there.
+    # When a target is spread over devices, the output of each layer is on the layer's device.
     return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
@@ -78,13 +78,13 @@ def attention_name(config: PreTrainedConfig) -> Any:
 
 
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:
-    """Changes the attention implementation of this configuration, and not of the configurations inside it."""
+    """Changes the attention implementation of this configuration, but not of its sub-configurations."""
     config._attn_implementation_internal = name
 
 
 def attention_function(layer: torch.nn.Module, name: str) -> Callable[..., Any]:
-    """The function that an attention layer finds under the name of an attention implementation."""
-    for cls in type(layer).__mro__:  # A class derived from a model's layer may be in another file.
+    """The attention function that a layer uses for an attention implementation of this name."""
+    for cls in type(layer).__mro__:  # The layer may be a subclass that is defined in another file.
         file = sys.modules[cls.__module__]
         if hasattr(file, "ALL_ATTENTION_FUNCTIONS"):
             return file.ALL_ATTENTION_FUNCTIONS.get_interface(name, getattr(file, "eager_attention_forward", None))
@@ -92,7 +92,7 @@ def attention_function(layer: torch.nn.Module, name: str) -> Callable[..., Any]:
 
 
 def has_exchangeable_attention(model: PreTrainedModel) -> bool:
-    """Whether the model calls whichever attention function is registered with transformers' attention interface."""
+    """Whether the model looks its attention function up in transformers' attention interface."""
     return bool(model._supports_attention_backend)
 
 
@@ -102,17 +102,17 @@ def supports_sdpa(model: PreTrainedModel) -> bool:
 
 
 def has_device_hook(module: torch.nn.Module) -> bool:
-    """Whether accelerate moves the module's inputs to where its weights are (`device_map`, offloading)."""
+    """Whether accelerate moves the module's inputs to the device of its weights (`device_map`, offloading)."""
     return hasattr(module, "_hf_hook")
 
 
 def has_own_adapter(model: Any) -> bool:
-    """Whether the model got an adapter by `add_adapter`, which does not make it a PEFT model."""
+    """Whether the model has an adapter from `add_adapter`, which does not make it a PEFT model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def uncompiled(model: Any) -> Any:
-    """The module behind what `torch.compile(module)` returned; `None` for anything else."""
+    """The module inside the result of `torch.compile(module)`; `None` for anything else."""
     return getattr(model, "_orig_mod", None)
 
 
@@ -126,22 +126,23 @@ def pad_token_of(generation_config: GenerationConfig) -> int:
 
 
 def is_callers_cache(cache: Cache) -> bool:
-    """Whether the caller of `generate` passed the cache in, so that it outlives the call."""
+    """Whether the caller of `generate` passed the cache in, so that it is used after the call."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 
 def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int | None:
     """
-    Columns of the attention mask the user gave. It tells a full prompt from one whose beginning is in the cache only.
+    Columns of the attention mask that the user passed. It tells whether `input_ids` is the full prompt or only its last
+    part, the rest being in the cache.
 
-    `generate` drops a mask of ones and remembers its length.
+    `generate` replaces a mask of ones by its length.
     """
     mask = model_kwargs.get("attention_mask")
     return mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", None)
 
 
 def default_generation_settings() -> dict[str, Any]:
-    """The value that `generate` gives each setting which neither the call nor the model sets."""
+    """The default that `generate` uses for each setting that neither the call nor the model sets."""
     return dict(GenerationConfig._get_default_generation_params())
 
 
@@ -151,7 +152,8 @@ def extended_model_kwargs(model: GenerativeModel, model_kwargs: dict[str, Any], 
     if num_new_tokens == 0:
         return model_kwargs
     update = model._update_model_kwargs_for_generation
-    # Several tokens at once would take the types of as many prompt tokens, and overridden updates know only of one.
+    # transformers' update would give several new tokens the types of as many prompt tokens, and models that override it
+    # expect a single new token.
     is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
     at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1
     for _ in range(num_new_tokens // at_once):
@@ -170,16 +172,16 @@ def allowed_tokens_function(processor: PrefixConstrainedLogitsProcessor) -> Call
 
 class TrainerHooks(Trainer):
     """
-    Public names for the private methods by which a [`~transformers.Trainer`] can be adapted.
+    Public methods for what [`~transformers.Trainer`] only lets subclasses change through private methods.
 
-    A trainer derives from this class before it derives from `Trainer`, and overrides the methods below.
+    A trainer names this class before `Trainer` among its base classes and overrides the methods below.
     """
 
     input_columns: list[str]  # The columns of a dataset that reach the collator.
 
     @property
     def run_folder(self) -> str:
-        """The folder of the run. transformers fills it in where the arguments leave it out."""
+        """The folder of the run; transformers' default if the arguments do not set it."""
         return str(self.args.output_dir)
 
     def load_checkpoint(self, folder: str, model: torch.nn.Module | None = None) -> None:
@@ -191,7 +193,7 @@ class TrainerHooks(Trainer):
         super()._load_best_model()
 
     def count_items(self, batches: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor | int | None:
-        """What the loss of the micro-batches of one optimizer step, on all ranks, is divided by."""
+        """The number that the losses of all micro-batches of one optimizer step, on all ranks, are divided by."""
         return super()._get_num_items_in_batch(batches, device)
 
     def on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -204,14 +206,14 @@ class TrainerHooks(Trainer):
             self.model_was_saved(output_dir or self.run_folder)
 
     def model_was_saved(self, folder: str) -> None:
-        """Called after the model was saved other than as a checkpoint, on the process that writes."""
+        """Called on the writing process after `save_model` of the user, but not after a checkpoint."""
 
     def write_model(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Writes what `save_model` and a checkpoint have in common: model, tokenizer and arguments."""
+        """Writes model, tokenizer and arguments, which both `save_model` and a checkpoint contain."""
         super()._save(folder, state_dict)
 
     def write_checkpoint(self, folder: Path, write: Callable[[], None]) -> None:
-        """Writes a whole checkpoint, which `write` does, to a folder in that of the run."""
+        """Calls `write`, which writes a checkpoint to `folder` inside the folder of the run."""
         write()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -240,7 +242,7 @@ class TrainerHooks(Trainer):
 
 
 def check_transformers() -> None:
-    """Warns with one `RuntimeWarning` that lists what the installed transformers does not have under the names used here."""
+    """Warns with one `RuntimeWarning` that lists the names used here that the installed transformers does not have."""
     parameters = inspect.signature(GenerationMixin.generate).parameters
     missing = [
         f"generate({name}=)" for name in ("custom_generate", "assistant_model", "streamer") if name not in parameters

@@ -177,5 +177,5 @@ def test_a_warm_start_drops_settings_that_no_longer_hold():
     calibrated = tiny.random_drafter(target, confidence_temperatures=[1.5] * tiny.BLOCK_SIZE)
     longer = warm_start(calibrated, block_size=tiny.BLOCK_SIZE + 2)
     assert longer.config.block_size == tiny.BLOCK_SIZE + 2 and longer.config.confidence_temperatures is None
-    with pytest.raises(ValueError, match="LM head of its own"):
+    with pytest.raises(ValueError, match="a separate LM head"):
         warm_start(tiny.random_drafter(target, has_lm_head=True), draft_vocab_size=60)

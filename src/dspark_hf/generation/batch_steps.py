@@ -14,14 +14,14 @@ from .stopping import StoppingRules
 
 class BatchSteps:
     """
-    Goes through the steps of a batch as they become complete.
+    Shows the tokens of a batch to criteria and streamers, one step of all rows at a time.
 
-    Rows are at different lengths here. A step is complete once every row has its token of it, and only then are criteria asked
-    and streamers served, with the very batch that plain `generate` would have shown them: so a criterion may read its row's
-    index, look at other rows or end the whole batch. What rows that were ahead have said beyond the end is dropped.
+    Rows have different lengths here. Once every row has its token of a step, the criteria and the streamer see exactly the batch
+    that plain `generate` would have shown them. So a criterion may use a row's index, compare rows or end the whole batch.
+    Tokens that rows ahead of the others had produced beyond the end are dropped.
 
     Args:
-        outputs: Of all rows.
+        outputs: The outputs of all rows.
         rules: The criteria.
         streamer: Gets the tokens `[B]` of each step.
         pad_token_id: Fills rows that have ended.

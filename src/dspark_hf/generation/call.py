@@ -1,4 +1,4 @@
-"""A `generate` call with a drafter: its checks, and the parts that decode it."""
+"""A `generate` call with a drafter: checks it and builds the objects that decode it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .token_choice import TokenChoice
 
 @dataclass
 class DraftOptions:
-    """The settings of drafting as given in the call; `None` for those of the drafter. See [`~dspark_hf.dspark_generate`]."""
+    """Settings of drafting given in the call; `None` means the drafter's. See [`~dspark_hf.dspark_generate`]."""
 
     num_assistant_tokens: int | None = None
     assistant_confidence_threshold: float | None = None
@@ -43,17 +43,17 @@ class DraftOptions:
 @dataclass
 class Call:
     """
-    What takes part in one `generate` call.
+    The state of one `generate` call.
 
     Args:
         generator: Drafts, for the rows still being decoded.
-        prompt: The target's side while the prompts are fed.
-        target: The target's side of the rounds, for the rows still being decoded.
-        outputs: What each row of the batch has produced.
-        steps: The batch as streamers and criteria see it; `None` where nobody looks at it, and for one row.
+        prompt: Runs the target over the prompts.
+        target: Runs the target in each round, for the rows still being decoded.
+        outputs: The output of each row of the batch.
+        steps: The batch as streamers and criteria see it; `None` for one row, or when there are none of either.
         processors: The logits processors of each row of the batch.
         do_sample: Whether tokens are drawn or the most likely ones.
-        chooses_at_once: Whether all tokens of a round are chosen together, or each once the one before is committed.
+        chooses_at_once: Whether all tokens of a round are chosen together, or each only after the previous one is committed.
         backoff: Decides, from earlier rounds, which rows draft.
         rope: The length at which the target's rotary positions change, if they do.
         generation_config: As `generate` prepared it.
@@ -75,7 +75,7 @@ class Call:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether the target's cache outlives the call."""
+        """Whether the target's cache is used after the call."""
         return bool(self.generation_config.return_dict_in_generate) or is_callers_cache(self.prompt.cache)
 
     def begin_rounds(self) -> None:
@@ -85,11 +85,11 @@ class Call:
         self.drop_finished_rows()
 
     def max_drafts(self, row: int) -> int:
-        """How many drafts are of use to a row in the coming round."""
+        """The most drafts that a row can use in the coming round."""
         output = self.outputs[row]
         if self.prompt.forgets_context:
             return 0
-        # A round adds one token of the target, so there is room for one draft fewer than for tokens.
+        # A round always adds one token of the target, so the last free place is not for a draft.
         longest = min(self.generator.num_draft_tokens, output.room - 1)
         return longest if self.rope is None else min(longest, self.rope.max_drafts(output.ids.shape[1]))
 
@@ -99,7 +99,7 @@ class Call:
             self.steps.advance()
 
     def drop_finished_rows(self) -> None:
-        """Finished rows leave the drafter and the target and cost nothing more."""
+        """Removes finished rows from the drafter and the target."""
         places = [place for place, row in enumerate(self.rows) if not self.outputs[row].is_finished]
         if len(self.outputs) > 1 and len(places) < len(self.rows):
             self.generator.keep_rows(places)
@@ -115,7 +115,7 @@ class Call:
         choices: list[TokenChoice],
         counts: list[int],
     ) -> None:
-        """Tells whoever records what happened to each row in a round."""
+        """Tells the active recorder, if any, what happened to each row in a round."""
         if (recorder := current_recorder()) is None:
             return
         parts = zip(rows, wanted, drafts, choices, counts, strict=True)
@@ -135,9 +135,9 @@ class Call:
         )
 
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """What plain `generate` would return. Of one row, the drafter's context is kept for a call that continues it."""
+        """What plain `generate` would return. With one row, the drafter's context is kept for a call that continues it."""
         ids = [output.ids for output in self.outputs]
-        are_all_known = ids[0].shape[1] == self.prompt.past_length + 1  # The ids are those of the whole cache.
+        are_all_known = ids[0].shape[1] == self.prompt.past_length + 1  # Every token in the cache has its id here.
         if len(ids) == 1 and are_all_known and self.keeps_cache:
             context = self.generator.context.complete(ids)
             remember(self.prompt.cache, self.generator.drafter, ids[0][:, :-1], context)
@@ -158,7 +158,7 @@ def prepare_call(
     model_kwargs: dict[str, Any],
 ) -> Call:
     """
-    Checks a call and makes its parts; nothing is computed yet.
+    Checks a call and builds its parts, without running a model.
 
     Args: as in [`~dspark_hf.dspark_generate`].
 

@@ -1,4 +1,4 @@
-"""Drafting, as far as it is the same for all kinds of drafter: the rows' context and anchors in, candidates out."""
+"""The part of drafting that is the same for all kinds of drafter: from context and anchors to candidate tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Draft(NamedTuple):
     Args:
         ids: Draft tokens, `[B, G]`.
         probs: The distribution each was drawn from, over the target's vocabulary, `[B, G, V]`; `None` for greedy drafts.
-        confidence: `c_k` of each slot, `[B, G]`; `None` without a confidence head or when nobody asks.
-        lengths: Leading drafts of each row that the schedule sends to the target.
+        confidence: `c_k` of each slot, `[B, G]`; `None` without a confidence head or when nothing needs it.
+        lengths: How many leading drafts of each row are sent to the target.
     """
 
     ids: torch.Tensor
@@ -35,7 +35,7 @@ class Draft(NamedTuple):
     lengths: list[int]
 
     def of_row(self, row: int) -> Draft:
-        """What is sent to the target for one row, `[1, lengths[row]]`."""
+        """The drafts sent to the target for one row, `[1, lengths[row]]`."""
         length = self.lengths[row]
         return Draft(
             self.ids[row : row + 1, :length],
@@ -64,8 +64,8 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         want_confidence: Compute confidences even when the scheduler does not need them.
 
     Attributes:
-        context (`DraftContext`): What the drafter knows of each row; whoever decodes adds to it what each round committed.
-        head (`LogitsProcessor`, *optional*): Adds to the base logits of a slot what follows from the token before it.
+        context (`DraftContext`): The drafter's context of each row; the decoding loop adds what each round committed.
+        head (`LogitsProcessor`, *optional*): Adds to the base logits of a slot the part that depends on the token before it.
     """
 
     requires_model_outputs = True
@@ -99,7 +99,7 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
 
         Args:
             input_ids: For each row all tokens so far, the anchor last, `[1, L_row]`.
-            max_drafts: For each row how many drafts are of use at most.
+            max_drafts: For each row the most drafts it can use.
         """
         num_drafts = min(self.num_draft_tokens, max(max_drafts))
         if num_drafts <= 0:
@@ -120,15 +120,15 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
     @abstractmethod
     def backbone_pass(self, input_ids: Sequence[torch.Tensor], num_drafts: int) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        What is computed before the first draft is drawn.
+        The computation before the first draft is drawn.
 
         Args:
             input_ids: For each row all tokens so far, the anchor last, `[1, L_row]`.
             num_drafts: Drafts that are wanted.
 
         Returns:
-            For each of the `G` drafts to be drawn the hidden states `[B, G, D]` and base logits `[B, G, V_draft]`, to which
-            `head` adds what follows from the tokens drawn before.
+            Hidden states `[B, G, D]` and base logits `[B, G, V_draft]` of the `G` drafts. `head` adds to the logits the part that
+            depends on the tokens drawn before.
         """
 
     def sequential_stage(
@@ -138,7 +138,7 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         base_logits: torch.Tensor,
         max_drafts: Sequence[int],
     ) -> Draft:
-        """Draws the drafts left to right, each slot seeing the token before it."""
+        """Draws the drafts from left to right, each given the token before it."""
         config = self.drafter.config
         sampler = DraftSampler(
             self.logits_processors, input_ids, self.do_sample, self.drafter.draft_token_ids, config.vocab_size
@@ -146,7 +146,7 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         confidences: list[torch.Tensor] = []
         with stage("sequential stage"):
             for slot in range(base_logits.shape[1]):
-                # Before x_k exists: whether slot k is verified must not depend on the token drawn there.
+                # Asked before x_k is drawn: whether slot k is verified must not depend on the token drawn there.
                 if self.wants_confidence:
                     confidences.append(self.confidence(slot, hidden_states[:, slot], sampler.last_ids))
                     if not self.scheduler.keeps_drafting(torch.stack(confidences, dim=1), max_drafts, self.rows):
@@ -173,8 +173,8 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         self, input_ids: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        The interface of transformers' assisted generation: `input_ids` with the drafts appended, and their log
-        probabilities `[B, G, V]` (`None` for greedy drafts). The context is what was added to `context`.
+        The interface of transformers' assisted generation: returns `input_ids` with the drafts appended, and their log
+        probabilities `[B, G, V]` (`None` for greedy drafts). The features of the tokens so far must be in `context`.
         """
         draft = self.draft(input_ids.split(1), [self.num_draft_tokens] * len(input_ids))
         kept = draft.ids[:, : max(draft.lengths)].to(input_ids.device)
@@ -182,4 +182,4 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         return torch.cat([input_ids, kept], dim=1), log_probs
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to adapt: draft lengths come from the settings and the confidence of each round."""
+        """Does nothing: draft lengths depend on the settings and the confidences of each round only."""

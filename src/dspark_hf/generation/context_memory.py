@@ -1,8 +1,8 @@
-"""What the drafter knows of tokens that are already in the target's cache (a second turn, a cached prefix).
+"""The drafter's context for tokens that are already in the target's cache (a second turn, a cached prefix).
 
-The target keeps keys and values there, not the hidden states that the drafter needs. Three cases: an earlier call with
-this cache left the drafter's projection of them; or they can be recomputed from the prompt; or the prompt holds
-new tokens only, and the drafter works without the old ones. The output is exact in all three.
+The target's cache holds keys and values, but not the hidden states that the drafter needs. There are three cases: an earlier
+call with this cache left the drafter's keys and values; or the hidden states can be recomputed from the prompt; or the prompt
+contains only new tokens, and the drafter works without the old ones. The output is exact in all three.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .draft_context import DraftContext
 from .prompt_pass import cache_holds_prefix, recompute_features
 from .target_model import TargetModel
 
-# Keyed by the target's cache object and gone with it: nothing is stored on either model.
+# Keyed by the target's cache object and deleted with it: nothing is stored on either model.
 _memories: weakref.WeakKeyDictionary[Cache, tuple[weakref.ref[Drafter], torch.Tensor, DraftCache]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def remember(cache: Cache, drafter: Drafter, token_ids: torch.Tensor, draft_cache: DraftCache) -> None:
-    """Keeps the draft cache of a finished call of one row for the next with the same target cache; `token_ids` `[1, T]`."""
+    """Keeps the draft cache over `token_ids` `[1, T]` of a finished one-row call, for the next call with this target cache."""
     _memories[cache] = (weakref.ref(drafter), token_ids.clone(), draft_cache)
 
 
@@ -35,17 +35,17 @@ def recall(cache: Cache, drafter: Drafter, token_ids: torch.Tensor) -> DraftCach
     if owner is None or owner() is not drafter or known_ids is None or draft_cache is None:
         return None
     if draft_cache.positions.is_inference() and not torch.is_inference_mode_enabled():
-        return None  # Its buffers cannot be written any more.
+        return None  # Buffers made in inference mode cannot be written outside it.
     length = token_ids.shape[1]
     if known_ids.shape[1] < length or not torch.equal(known_ids[:, :length], token_ids):
         return None
-    # The cache may have been rolled back since (regenerating an answer); context is append-only, so a prefix serves.
+    # The target's cache may have been cropped since (to regenerate an answer). A prefix of the draft cache is still right.
     draft_cache.lengths = [n - (known_ids.shape[1] - length) for n in draft_cache.lengths]
     return draft_cache
 
 
 def prepare_context(target: TargetModel, context: DraftContext, input_ids: torch.Tensor) -> None:
-    """Gives the drafter what can be had of the tokens in the target's cache, before the prompt is fed."""
+    """Gives the drafter the context of the tokens in the target's cache, as far as it is available."""
     past_length = target.past_length
     if past_length == 0:
         return

@@ -1,4 +1,4 @@
-"""What the drafter knows of the tokens so far: keys and values in its cache, and features that still have to be projected."""
+"""The drafter's context: keys and values in its cache, and target features that are not projected yet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class DraftContext:
     """
     The context of the rows of one `generate` call.
 
-    Features are only kept when they come and are projected together once a draft needs them: while drafting pauses, they cost
-    nothing.
+    Features are collected first and projected together when a draft needs them. So rounds without drafts cost nothing here.
 
     Args:
         drafter: The drafter.
@@ -27,8 +26,8 @@ class DraftContext:
     Attributes:
         cache (`DraftCache`): Keys and values of the tokens whose features are projected.
         first_positions (`list[int]`):
-            Position of each row's first context token. It is not 0 when the target's cache holds tokens that the drafter
-            cannot know.
+            Position of each row's first context token. Not 0 when the target's cache holds tokens whose features are not
+            available.
     """
 
     def __init__(self, drafter: Drafter, num_rows: int = 1):
@@ -39,11 +38,11 @@ class DraftContext:
 
     def add(self, context_features: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """
-        Takes in the features of tokens that are final: of the prompt, then of what each round committed.
+        Adds the features of final tokens: those of the prompt, then those that each round committed.
 
         Args:
-            context_features: Of each row its tapped hidden states, `[T_row, m * D_target]`.
-            counts: How many of them, from the first, are final.
+            context_features: The tapped hidden states of each row, `[T_row, m * D_target]`.
+            counts: How many leading ones of each row are final.
         """
         for pending, features, count in zip(self._pending, context_features, counts, strict=True):
             pending.append(features[:count])
@@ -52,7 +51,7 @@ class DraftContext:
 
     def add_prompt(self, context_features: torch.Tensor, attended: torch.Tensor | None) -> None:
         """
-        Takes in the features of a prompt, or of a chunk of it, without padding.
+        Adds the features of a prompt, or of a chunk of it, leaving out padding.
 
         Args:
             context_features: `[B, T, m * D_target]`.
@@ -63,10 +62,10 @@ class DraftContext:
             attended = attended.to(context_features.device)
             rows = [row[keep] for row, keep in zip(rows, attended, strict=True)]
         self.add(rows, [len(row) for row in rows])
-        self.project()  # At once: the features of a long prompt are larger than its keys and values.
+        self.project()  # Now, because the features of a long prompt are larger than its keys and values.
 
     def project(self) -> None:
-        """Projects the features that still have to be."""
+        """Projects the collected features."""
         if not any(self._pending):
             return
         with stage("context features"):
@@ -75,7 +74,7 @@ class DraftContext:
 
     def get_ready(self, input_ids: Sequence[torch.Tensor]) -> None:
         """
-        Brings the cache up to where the coming draft starts.
+        Extends the cache up to the anchor of the coming draft.
 
         Args:
             input_ids: All tokens of each row, the anchor last, `[1, L_row]`.
@@ -83,7 +82,7 @@ class DraftContext:
         self.project()
 
     def complete(self, input_ids: Sequence[torch.Tensor]) -> DraftCache:
-        """The cache over all tokens of each row `[1, L_row]` but the last, for a later call to resume from."""
+        """The cache over all tokens of each row `[1, L_row]` but the last, for a later call that continues the row."""
         self.project()
         return self.cache
 

@@ -1,4 +1,4 @@
-"""Draws drafts as the target's tokens are drawn: with the user's processors where they may run, over the drafter's vocabulary."""
+"""Draws drafts with those of the user's logits processors that may be applied to drafts, over the drafter's vocabulary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class DraftSampler:
     Draws the tokens of one round, slot after slot.
 
     Args:
-        processors: Of each row, those of [`~dspark_hf.generation.logits_process.drafting_processors`].
-        input_ids: Of each row all tokens so far, `[1, L_row]`.
+        processors: For each row, the result of [`~dspark_hf.generation.logits_process.drafting_processors`].
+        input_ids: For each row all tokens so far, `[1, L_row]`.
         do_sample: Draw the tokens, or take the most likely ones.
-        draft_token_ids: Target ids of a reduced draft vocabulary, `[V_draft]`; `None` when it is the target's.
+        draft_token_ids: Target ids of a reduced draft vocabulary, `[V_draft]`; `None` for the full vocabulary.
         vocab_size: Size of the target's vocabulary.
 
     Attributes:
@@ -42,7 +42,7 @@ class DraftSampler:
         self._do_sample = do_sample
         self._draft_token_ids = draft_token_ids
         self._vocab_size = vocab_size
-        # Where the processors allow, probabilities are made over the draft vocabulary, which can be many times smaller.
+        # If the processors allow it, probabilities are computed over the draft vocabulary, which can be many times smaller.
         self._is_reduced = draft_token_ids is not None and not any(names_tokens(row) for row in processors)
         self._ids: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
@@ -82,7 +82,7 @@ class DraftSampler:
         return self._over_full_vocabulary(probs, 0.0) if self._is_reduced else probs
 
     def _processed(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[B, V]` -> `[B, V]`, each row by its processors."""
+        """Applies each row's processors to its scores, `[B, V]` -> `[B, V]`."""
         if not any(self._processors):
             return scores
         with stage("processors"):

@@ -1,4 +1,4 @@
-"""The settings of drafting in a call: drafts per round, the scheduler, and when drafting pauses."""
+"""The settings of drafting in a call: drafts per round, the scheduler, and the back-off."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def draft_settings(
     scheduler: VerifyScheduler | str | None,
 ) -> tuple[int, VerifyScheduler]:
     """
-    Drafts per round, and what decides how many are verified: the call's settings, else those of `drafter.generation_config`.
+    Drafts per round and the scheduler, from the call's settings or else from `drafter.generation_config`.
 
     Raises:
-        ValueError: for more drafts than a block gives, a threshold outside 0 to 1, two ways to decide, or a
-            scheduler by name that there is not or whose curve is missing.
+        ValueError: for more drafts than a block gives, a threshold outside 0 to 1, both a threshold and a scheduler, or a
+        scheduler name that is unknown or whose throughput curve is missing.
     """
     config, settings = drafter.config, drafter.generation_config
     if num_drafts is None:
@@ -67,7 +67,7 @@ def draft_settings(
 
 
 def curve_of(drafter: Drafter, target: PreTrainedModel) -> ThroughputCurve | None:
-    """The throughput curve that the drafter brings, where it was measured on this target and device."""
+    """The drafter's throughput curve, if it has one that was measured on this target and device."""
     curve = drafter.throughput_curve
     if curve is None:
         return None
@@ -83,13 +83,12 @@ def backoff_of(
     drafter: Drafter, target: PreTrainedModel, scheduler: VerifyScheduler, num_rows: int, is_on: bool | None
 ) -> RowsBackoff | NoBackoff:
     """
-    What decides when drafting pauses. Costs are those of the scheduler's curve, else of
-    the drafter's, else assumed: both models by their size, further tokens by the kind of device.
+    The back-off, which decides when drafting pauses. Costs come from the scheduler's curve, else from the drafter's, else
+    they are assumed from the size of the models and the kind of device.
 
     Args:
-        drafter, target, scheduler: Of the call.
-        num_rows: Rows of the call.
-        is_on: As given in the call; the drafter's `generation_config` counts by default.
+        drafter, target, scheduler, num_rows: Those of the call.
+        is_on: `drafting_backoff` as given in the call; `None` means the drafter's `generation_config`.
     """
     if is_on is None:
         is_on = getattr(drafter.generation_config, "drafting_backoff", None)
@@ -106,8 +105,8 @@ def backoff_of(
 
 
 def _relative_size(drafter: Drafter, target: PreTrainedModel) -> float:
-    """Weights read to draft a whole round over those read for a pass of the target."""
-    # A lookup in an embedding reads next to nothing, but tied weights are read by the LM head.
+    """Weights read to draft a whole round, divided by those read for a pass of the target."""
+    # Looking up embedding rows reads almost nothing, but an embedding tied to the LM head is read in full.
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
     lookups = [] if getattr(embedding, "weight", None) is getattr(head, "weight", None) else [embedding]
     read = _num_weights(drafter) - sum(

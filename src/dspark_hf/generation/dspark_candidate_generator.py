@@ -18,7 +18,7 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
     """
     Adds the transition bias of the current slot, given the last token of `input_ids` (paper section 3.2).
 
-    It runs ahead of the user's processors, so that drafts are processed exactly like the target's tokens. Call
+    It runs before the user's processors, so that drafts are processed exactly like the target's tokens. Call
     [`~SequentialHeadLogitsProcessor.begin_block`] first; each call then takes the next slot.
 
     Args:
@@ -35,7 +35,7 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
         self._slot = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`input_ids` `[B, L]`, of which the last token counts; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
+        """Only the last token of `input_ids` `[B, L]` is used; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
         features, self._state = self.head.step(
             input_ids[:, -1],
             self._hidden_states[:, self._slot],
@@ -65,12 +65,11 @@ class DSparkCandidateGenerator(DrafterCandidateGenerator):
         One pass over `[anchor, MASK, ...]`.
 
         Returns:
-            Of the first `num_drafts` slots that predict, the normed hidden states `[B, G, D]` and base logits
-            `[B, G, V_draft]`.
+            Normed hidden states `[B, G, D]` and base logits `[B, G, V_draft]` of the first `num_drafts` predicting slots.
         """
         config = self.drafter.config
         anchor_ids = torch.cat([ids[:, -1] for ids in input_ids])  # [B]
-        # The whole block, even for fewer drafts: the slots attend to each other, and training always saw all of them.
+        # Always the whole block, even for fewer drafts: the slots attend to each other, and so they did in training.
         block_ids = torch.full(
             (len(anchor_ids), config.block_size), config.mask_token_id or 0, device=anchor_ids.device
         )

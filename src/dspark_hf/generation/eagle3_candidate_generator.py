@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE-3 drafter: a chain of single steps, with processors, schedules and verification as for any drafter."""
+"""Drafting with an EAGLE-3 drafter: one pass of the drafter per draft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .draft_context import DraftContext
 
 class Eagle3LogitsProcessor(LogitsProcessor):
     """
-    One step of the drafter per call, in the place of a block drafter's sequential head: all of a slot's logits are its bias.
+    Runs one step of the drafter per call and adds its logits to the scores, which are 0. It takes the place of a block
+    drafter's sequential head.
 
     Call [`~Eagle3LogitsProcessor.begin_chain`] first.
 
@@ -31,12 +32,12 @@ class Eagle3LogitsProcessor(LogitsProcessor):
         self.embeddings = embeddings
 
     def begin_chain(self, states: torch.Tensor, position_ids: torch.Tensor, cache: DraftCache) -> None:
-        """Starts from the fused states `[B, D]` before the anchors, at `position_ids` `[B]`, behind the context in `cache`."""
+        """Starts from the fused states `[B, D]` before the anchors, at `position_ids` `[B]`, with the context in `cache`."""
         self._states, self._position_ids, self._cache = states, position_ids, cache
         cache.num_steps = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`input_ids` `[B, L]`, of which the last token counts; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
+        """Only the last token of `input_ids` `[B, L]` is used; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
         drafter, step = self.drafter, self._cache.num_steps
         self._states = drafter.step(
             input_ids[:, -1], self._states, self._position_ids + step, self._cache, self.embeddings
@@ -48,8 +49,8 @@ class Eagle3Context(DraftContext):
     """
     The context of an EAGLE-3 drafter.
 
-    What a token's entry in the cache holds depends on the token after it. So the last final token of each row stays out of the
-    cache until the next draft: its fused state is what that draft starts from.
+    The cache entry of a token depends on the token after it. So the last final token of each row has no entry until the next
+    draft, which starts from its fused state.
 
     Args:
         drafter: The drafter.
@@ -57,7 +58,7 @@ class Eagle3Context(DraftContext):
         num_rows: Rows of the call.
 
     Attributes:
-        states (`list[torch.Tensor]`): Of each row the fused states of final tokens that are not in the cache, `[n, D]`.
+        states (`list[torch.Tensor]`): For each row the fused states of final tokens that are not in the cache, `[n, D]`.
     """
 
     drafter: Eagle3Drafter
@@ -69,7 +70,7 @@ class Eagle3Context(DraftContext):
         self.states = [empty for _ in range(num_rows)]
 
     def get_ready(self, input_ids: Sequence[torch.Tensor]) -> None:
-        """Leaves the state of the token before each anchor in `states`, and all earlier ones in the cache."""
+        """Moves all states into the cache except that of the token before each anchor."""
         self.project()
         self._skip_tokens_without_id(input_ids)
         self._extend_cache(input_ids, [len(states) - 1 for states in self.states])
@@ -89,7 +90,7 @@ class Eagle3Context(DraftContext):
         self.states = [torch.cat(pair) for pair in zip(self.states, fused, strict=True)]
 
     def _extend_cache(self, input_ids: Sequence[torch.Tensor], counts: list[int]) -> None:
-        """Moves the first `counts` states of each row into the cache; the row's last tokens are those after its states."""
+        """Moves the first `counts` states of each row into the cache. Each row's last tokens are those that follow its states."""
         if not any(counts):
             return
         following = [
@@ -109,7 +110,7 @@ class Eagle3Context(DraftContext):
         self.states = [states[count:] for states, count in zip(self.states, counts, strict=True)]
 
     def _skip_tokens_without_id(self, input_ids: Sequence[torch.Tensor]) -> None:
-        """A prompt given as embeddings has states whose next token is unknown: the context starts behind them."""
+        """Drops states of a prompt given as embeddings, whose next token is unknown: the context starts after them."""
         for row, (ids, states) in enumerate(zip(input_ids, self.states, strict=True)):
             if (num_unknown := len(states) - ids.shape[1]) > 0:
                 self.states[row] = states[num_unknown:]
@@ -118,7 +119,7 @@ class Eagle3Context(DraftContext):
 
 class Eagle3CandidateGenerator(DrafterCandidateGenerator):
     """
-    Drafts for the rows of one `generate` call, each token from the drafter's own state at the one before it.
+    Drafts for the rows of one `generate` call, each token from the drafter's state at the previous one.
 
     Arguments as in [`DrafterCandidateGenerator`].
     """

@@ -40,19 +40,19 @@ def dspark_generate(
     >>> target.generate(**inputs, custom_generate=dspark_hf.dspark_generate, drafter=drafter)  # doctest: +SKIP
     ```
 
-    The second spelling needs no patch of `generate`. After `dspark_hf.unregister()` transformers passes neither `streamer=` nor
-    `tokenizer=` on to a loop that is given this way.
+    The second form works without the patch of `generate`. But after `dspark_hf.unregister()`, transformers does not pass
+    `streamer=` and `tokenizer=` to a decoding loop given this way.
 
     Args:
         model: The target.
         input_ids: Prompt, `[B, P]`.
         logits_processor, stopping_criteria, generation_config, model_kwargs: As `generate` prepared them.
-        drafter: The drafter, which may be wrapped by PEFT.
+        drafter: The drafter, possibly wrapped by PEFT.
         streamer: Gets each committed token, as in plain `generate`.
-        num_assistant_tokens: Drafts per round; the drafter's `generation_config` by default.
-        assistant_confidence_threshold: A round's drafts end before the first slot less confident than this.
-        verify_scheduler: Decides instead how many of each row's drafts are verified: an object or the name of one.
-        drafting_backoff: Whether drafting pauses while it does not pay; on by default.
+        num_assistant_tokens: Drafts per round; by default that of the drafter's `generation_config`.
+        assistant_confidence_threshold: Drafting stops at the first slot below this confidence.
+        verify_scheduler: A scheduler, or the name of one, that decides how many drafts of each row are verified.
+        drafting_backoff: Whether drafting pauses while it costs more time than it saves; on by default.
 
     Returns:
         What plain `generate` would return: token ids `[B, L]`, or a `GenerateDecoderOnlyOutput`.

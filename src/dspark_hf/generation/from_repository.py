@@ -1,4 +1,4 @@
-"""Decoding for programs that import nothing of ours: what the `custom_generate/generate.py` of a drafter's repository runs."""
+"""Decoding for programs that do not import dspark_hf: `custom_generate/generate.py` in a drafter's repository calls this."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ..checkpoints.reading import HUB_ARGUMENTS
 from ..drafter import Drafter
 from ..transformers_names import GenerativeModel
 
-# Drafters by where they came from, for as long as their target lives.
+# The drafters loaded for each target, by name; deleted with the target.
 _drafters: WeakKeyDictionary[PreTrainedModel, dict[Any, Drafter]] = WeakKeyDictionary()
 
 
 def generate_with(model: GenerativeModel, drafter: Any = None, **kwargs: Any) -> Any:
     """
-    What `target.generate(**inputs, custom_generate="owner/drafter", trust_remote_code=True)` runs.
+    Runs `target.generate(**inputs, custom_generate="owner/drafter", trust_remote_code=True)`.
 
-    The drafter is loaded once for a target, in its dtype and onto its device.
+    The drafter is loaded once per target, in the target's dtype and onto its device.
 
     Args:
         model: The target, as transformers passes it.
-        drafter: Folder or repository to load the drafter from, or the drafter. The code in a repository fills in the repository.
-        kwargs: Everything else that was given to `generate`; `revision`, `token`, ... choose the files on the Hub.
+        drafter: A drafter, or the folder or repository to load it from. The code in a repository passes the repository.
+        kwargs: The other arguments of `generate`; `revision`, `token`, ... choose the files on the Hub.
 
     Raises:
-        ValueError: when nothing says which drafter to load.
+        ValueError: when it is unknown which drafter to load.
     """
     if drafter is None:
         raise ValueError(

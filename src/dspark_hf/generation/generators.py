@@ -1,4 +1,4 @@
-"""Which candidate generator drafts with which kind of drafter."""
+"""The candidate generator of each kind of drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GENERATORS: dict[type[Drafter], type[DrafterCandidateGenerator]] = {
 
 def generator_of(drafter: Drafter) -> type[DrafterCandidateGenerator]:
     """
-    The class that drafts with a drafter of this kind, or of the kind that it is derived from.
+    The candidate generator for a drafter of this class, or of the closest base class that has one.
 
     Raises:
         ValueError: when no generator is registered for its kind.

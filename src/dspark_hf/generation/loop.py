@@ -1,9 +1,8 @@
-"""The decoding loop: draft, verify, commit, until the output is complete. The file to read first.
+"""The decoding loop: draft, verify, commit, until the output is complete. Read this file first.
 
-A round feeds the target `[anchor, draft_1 .. draft_l]` in one pass, keeps the drafts that pass, adds the one token that
-follows them, and makes that token the next anchor. Everything that decides what the output is (processors, criteria,
-limits) is the target's and is applied token by token exactly as plain `generate` does; the drafter only decides how
-many of the tokens come out of one pass.
+A round runs the target once over `[anchor, draft_1 .. draft_l]`, keeps the accepted drafts, adds one token of the target
+after them, and makes that token the next anchor. Logits processors, stopping criteria and limits are applied token by token,
+exactly as in plain `generate`. So the drafter has no influence on what the output is, only on how many tokens one pass gives.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .token_choice import TokenChoice, choose_at_once
 
 
 def decode(call: Call, input_ids: torch.Tensor) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Decodes the prompts `[B, P]` of a call: what plain `generate` would return."""
+    """Decodes the prompts `[B, P]` of a call and returns what plain `generate` would."""
     with stage("prompt"):
         feed_prompts(call, input_ids)
     while call.rows:
@@ -31,7 +30,7 @@ def decode(call: Call, input_ids: torch.Tensor) -> torch.Tensor | GenerateDecode
 
 
 def feed_prompts(call: Call, input_ids: torch.Tensor) -> None:
-    """The prompts `[B, P]`: their features become the drafter's context, their last logits give the first anchors."""
+    """Runs the target over the prompts `[B, P]`: gives the drafter's context and the first anchors."""
     prepare_context(call.prompt, call.generator.context, input_ids)
     for fed in feed_prompt(call.prompt, input_ids):
         call.generator.context.add_prompt(fed.context_features, fed.attended)
@@ -44,7 +43,7 @@ def feed_prompts(call: Call, input_ids: torch.Tensor) -> None:
 
 
 def run_round(call: Call) -> None:
-    """One draft-verify-commit of the rows still being decoded."""
+    """One round of draft, verify and commit for the rows still being decoded."""
     rows, ids = call.rows, [call.outputs[row].ids for row in call.rows]
     with stage("draft"):
         wanted = call.backoff.wants_drafts(rows)
@@ -58,12 +57,14 @@ def run_round(call: Call) -> None:
     with stage("commit"):
         try:
             choices = commit(call, fed, drafts)
-        finally:  # Whatever a criterion or streamer raises, the cache keeps no rejected draft.
+        finally:  # Even if a criterion or streamer raises, no rejected draft stays in the cache.
             changes = [call.outputs[row].ids.shape[1] - before.shape[1] for row, before in zip(rows, ids, strict=True)]
             call.target.commit(changes)
-        counts = [max(change, 0) for change in changes]  # Rows that were ahead when the batch ended became shorter.
+        counts = [
+            max(change, 0) for change in changes
+        ]  # When the batch ends, rows that were ahead are cut, so became shorter.
         call.generator.context.add([output.context_features[0] for output in fed], counts)
-        # Where there was only no room for drafts, the round says nothing about what they are worth.
+        # If there was no room for drafts, the round says nothing about whether they pay.
         if any(max_drafts) or not any(wanted):
             call.backoff.observe(rows, draft.lengths, [max(count - 1, 0) for count in counts])
         call.drop_finished_rows()
@@ -72,7 +73,7 @@ def run_round(call: Call) -> None:
 
 
 def commit(call: Call, fed: list[TargetOutput], drafts: list[Draft]) -> list[TokenChoice]:
-    """Chooses the tokens of each row from what the target said of its drafts, and adds them to the outputs."""
+    """Chooses the tokens of each row from the target's logits and the drafts, and adds them to the outputs."""
     choices = [
         TokenChoice(call.processors[row], call.do_sample, output.logits, draft)
         for row, output, draft in zip(call.rows, fed, drafts, strict=True)

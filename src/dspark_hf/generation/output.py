@@ -1,4 +1,4 @@
-"""What a row has produced so far, and when it is complete."""
+"""The tokens of a row so far, up to where its output is complete."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .token_choice import TokenChoice
 
 class Output:
     """
-    The output of one row of a `generate` call, extended by one committed token at a time.
+    The output of one row of a `generate` call.
 
     Args:
         input_ids: The row's prompt, `[1, P]`.
-        rules: When it is complete.
-        returned: Collects what the user asked to see.
-        is_alone: Whether it is the only row of the call. Then criteria are asked after every token, as plain `generate` does;
-            those of a batch are asked by [`~dspark_hf.generation.batch_steps.BatchSteps`].
+        rules: The stopping criteria.
+        returned: Collects the scores, states, ... that the user asked for.
+        is_alone: Whether it is the only row of the call. Then the criteria are asked here after every token; for a batch,
+        [`~dspark_hf.generation.batch_steps.BatchSteps`] asks them.
         streamer: Gets every token.
     """
 
@@ -48,7 +48,7 @@ class Output:
 
     @property
     def num_new(self) -> int:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return self.ids.shape[1] - self._prompt_length
 
     def commit(self, choice: TokenChoice, fed: TargetOutput) -> None:
@@ -56,8 +56,8 @@ class Output:
         Adds the tokens of a round, up to the end of the output.
 
         Args:
-            choice: Makes the tokens, or has made them at once.
-            fed: The target's pass, for attentions and hidden states.
+            choice: The tokens of the round, chosen already or to be chosen one by one.
+            fed: The target's pass, for the attentions and hidden states to return.
         """
         num_committed = 0
         if choice.tokens is not None:
@@ -72,13 +72,13 @@ class Output:
         self.returned.add_states(fed, num_committed, choice.num_slots)
 
     def end_after(self, num_new: int) -> None:
-        """Completes the output, which ended after so many new tokens; those behind them are dropped."""
+        """Completes the output after `num_new` new tokens; later ones are dropped."""
         self.ids = self.ids[:, : self._prompt_length + num_new]
         self.returned.truncate(num_new)
         self.is_finished = True
 
     def _append(self, choice: TokenChoice, start: int, tokens: torch.Tensor, listed: list[int]) -> None:
-        """Adds `tokens` `[1, n]`, listed as well, which were chosen from slot `start` of the round on."""
+        """Adds `tokens` `[1, n]`, those of slots `start` and following of the round; `listed` holds the same as a list."""
         self.ids = torch.cat([self.ids, tokens], dim=1)
         self.returned.add_scores(choice, start, start + len(listed))
         if isinstance(self._streamer, DraftStreamer):

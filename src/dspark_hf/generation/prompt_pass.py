@@ -1,4 +1,4 @@
-"""The target's pass over the prompts, in one piece or in chunks, whatever its cache already holds of them."""
+"""The target's pass over the part of the prompts that its cache does not hold yet, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .target_pass import TargetPass
 
 def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetOutput]:
     """
-    Feeds what the cache does not hold yet, in one pass or in chunks of `prefill_chunk_size`; rounds can begin afterwards.
+    Runs the target over the tokens that the cache does not hold yet, in one pass or in chunks of `prefill_chunk_size`.
 
     Args:
-        target: The target's side of the call.
+        target: The target with its cache.
         input_ids: The prompt, `[B, P]`; empty when the prompt is given as `inputs_embeds`.
 
     Raises:
-        ValueError: when there is nothing to feed, or embeddings should be fed in chunks.
+        ValueError: when the cache already holds the whole prompt, or chunks are asked for with `inputs_embeds`.
     """
     embeds = target.model_kwargs.get("inputs_embeds")
     past_length, length = target.past_length, input_ids.shape[1] if embeds is None else embeds.shape[1]
-    # Columns of masks and positions count from the start of the cache, those of new-only ids from its end.
+    # Masks and positions start with the first token in the cache, but `input_ids` may contain the new tokens only.
     offset = 0 if cache_holds_prefix(target, input_ids) else past_length
     total = offset + length
     if past_length >= total:
@@ -45,10 +45,10 @@ def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetO
 
 def recompute_features(target: TargetModel, input_ids: torch.Tensor) -> torch.Tensor:
     """
-    Features of a prefix that only the cache has seen, `[B, T, m * D_target]`, at the price of a pass over it.
+    Features `[B, T, m * D_target]` of a prefix that is already in the cache, by another pass over it.
 
     Args:
-        target: The target's side of the call.
+        target: The target.
         input_ids: The prefix, `[B, T]`.
     """
     length, total = input_ids.shape[1], prompt_mask_length(target.model_kwargs, target.generation_config)
@@ -57,14 +57,14 @@ def recompute_features(target: TargetModel, input_ids: torch.Tensor) -> torch.Te
 
 
 def cache_holds_prefix(target: TargetModel, input_ids: torch.Tensor) -> bool:
-    """Whether `input_ids` starts with the tokens in the cache; otherwise it holds new tokens only."""
+    """Whether `input_ids` starts with the tokens in the cache; otherwise it contains new tokens only."""
     if target.past_length == 0 or target.model_kwargs.get("inputs_embeds") is not None:
         return True
     return prompt_mask_length(target.model_kwargs, target.generation_config) == input_ids.shape[1]
 
 
 def _kwargs_of_first(target: TargetModel, length: int, total: int) -> dict[str, Any]:
-    """`model_kwargs` as they would be for the first `length` of `total` prompt tokens."""
+    """`model_kwargs` cut to the first `length` of `total` prompt tokens."""
     kwargs = dict(target.model_kwargs)
     for name in ("attention_mask", "position_ids", *TOKEN_TYPE_KEYS):
         value = kwargs.get(name)

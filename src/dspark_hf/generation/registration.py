@@ -19,12 +19,12 @@ from .requirements import unwrap_drafter
 
 _ORIGINAL = "_dspark_hf_original"
 
-# Taken from the call, its generation configuration or the drafter's, in this order.
+# Looked up in the call, then in its generation configuration, then in the drafter's.
 DRAFT_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold", "verify_scheduler", "drafting_backoff")
 
 
 def register() -> None:
-    """Lets `generate` take a [`Drafter`] as `assistant_model`. Done on `import dspark_hf`; harmless when repeated."""
+    """Makes `generate` accept a [`Drafter`] as `assistant_model`. `import dspark_hf` calls this; repeating it is harmless."""
     current = GenerationMixin.generate
     if hasattr(current, _ORIGINAL):
         return
@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Gives transformers its own `generate` back."""
+    """Undoes [`register`]: restores transformers' `generate`."""
     original = getattr(GenerationMixin.generate, _ORIGINAL, None)
     if original is not None:
         GenerationMixin.generate = original  # type: ignore[method-assign]
@@ -50,11 +50,11 @@ def unregister() -> None:
 def _drafter_in(
     generate: Callable[..., Any], target: GenerativeModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Drafter | None:
-    """The drafter that a call of `generate` names, if it names one."""
+    """The drafter among the arguments of a `generate` call, if there is one."""
     if kwargs.get("custom_generate") is dspark_generate and kwargs.get("drafter") is not None:
         return unwrap_drafter(kwargs["drafter"])
     assistant = kwargs.get("assistant_model")
-    if assistant is None and len(args) > 6:  # Seventh positional parameter of `generate`, `self` not counted.
+    if assistant is None and len(args) > 6:  # `assistant_model` is the seventh positional parameter after `self`.
         assistant = inspect.signature(generate).bind_partial(target, *args).arguments.get("assistant_model")
     return unwrap_drafter(assistant)
 
@@ -66,7 +66,7 @@ def _generate_with_drafter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What `generate` returns when it decodes with our loop."""
+    """Calls transformers' `generate` with our decoding loop."""
     call = inspect.signature(generate).bind(target, *args, **kwargs).arguments
     call.update(call.pop("kwargs", {}))
     del call["self"]
@@ -77,7 +77,7 @@ def _generate_with_drafter(
         )
     _refuse_synced_ranks(target, call.get("synced_gpus"))
     _refuse_what_leaves_no_loop(target, call)
-    # One tokenizer serves both models: a drafter shares its target's vocabulary.
+    # A drafter shares its target's vocabulary, so the target's tokenizer is used for both.
     call.pop("assistant_tokenizer", None)
     _build_stop_strings(target, call)
     settings = {name: _setting(name, call) for name in DRAFT_SETTINGS}
@@ -107,7 +107,7 @@ def _generate_with_drafter(
 
 
 def _setting(name: str, call: dict[str, Any]) -> Any:
-    """A knob of assisted generation as given in this call, or `None`: the drafter's own settings then count."""
+    """A setting of assisted generation as given in this call; `None` means that the drafter's setting is used."""
     value = call.pop(name, None)
     config: GenerationConfig | None = call.get("generation_config")
     if value is not None or config is None:
@@ -115,13 +115,13 @@ def _setting(name: str, call: dict[str, Any]) -> Any:
     defaults = default_generation_settings()
     is_filled_in = all(getattr(config, key, None) is not None for key in defaults if defaults[key] is not None)
     value = getattr(config, name, None)
-    # Pipelines of older versions of transformers fill in defaults that are not meant for these drafters.
+    # Pipelines of older transformers versions fill in defaults that are meant for other assistants.
     return None if is_filled_in and value == defaults.get(name) else value
 
 
 def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:
     """
-    Turns `stop_strings=` into a stopping criterion, since transformers loses the tokenizer on the way to a custom loop.
+    Turns `stop_strings=` into a stopping criterion, because transformers does not pass the tokenizer to a custom loop.
 
     Raises:
         ValueError: when stop strings come without a tokenizer.
@@ -133,10 +133,10 @@ def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:
     if tokenizer is None:
         raise ValueError("stop_strings= needs the tokenizer: pass tokenizer= to generate as well.")
     criteria = list(call.get("stopping_criteria") or ())
-    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # The user's own has precedence.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # One passed by the user is kept.
         criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
     call["stopping_criteria"] = StoppingCriteriaList(criteria)
-    # Nobody else is to build it again, from any of the places where stop strings may stand.
+    # Cleared wherever they may be set, so that `generate` does not build a second criterion.
     call.pop("stop_strings", None)
     if getattr(call.get("generation_config"), "stop_strings", None) is not None:
         call["generation_config"] = copy.copy(call["generation_config"])
@@ -146,7 +146,7 @@ def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:
 
 
 def _in_force(name: str, target: PreTrainedModel, call: dict[str, Any]) -> Any:
-    """A generation setting as `generate` will resolve it: of the call, of its `generation_config`, of the target."""
+    """A generation setting from the call, its `generation_config` or the target's, in the order that `generate` uses."""
     if name in call:
         return call[name]
     value = getattr(call.get("generation_config"), name, None)
@@ -156,7 +156,7 @@ def _in_force(name: str, target: PreTrainedModel, call: dict[str, Any]) -> Any:
 def _refuse_what_leaves_no_loop(target: PreTrainedModel, call: dict[str, Any]) -> None:
     """
     Raises:
-        ValueError: for settings that `generate` acts on before or instead of calling a decoding loop.
+        ValueError: for settings with which `generate` would not call our decoding loop, or not with the user's prompt.
     """
     if call.get("cache_implementation") == "paged":
         raise ValueError(

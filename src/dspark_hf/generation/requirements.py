@@ -1,4 +1,4 @@
-"""What a call must satisfy for its answer to be exact; everything else is refused with what to do instead."""
+"""Refuses calls for which the output would not be exact, with an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..transformers_names import uncompiled
 
 logger = logging.get_logger(__name__)
 
-# Other decoding methods of `generate`, each by the setting that asks for it.
+# Other decoding methods of `generate`, by the setting that selects them.
 _OTHER_METHODS = {
     "penalty_alpha": "contrastive search",
     "dola_layers": "DoLa decoding",
@@ -30,11 +30,11 @@ _OTHER_METHODS = {
 
 def unwrap_drafter(model: Any) -> Drafter | None:
     """
-    The drafter behind `model`, which may be wrapped by PEFT; `None` when `model` is another model.
+    The drafter, unwrapped from PEFT if necessary; `None` when `model` is not a drafter.
 
     Raises:
-        ValueError: for what `torch.compile(drafter)` returns: `generate` calls the methods of the drafter inside, uncompiled.
-            For what no model can be: a path or name, a class, a configuration.
+        ValueError: for the result of `torch.compile(drafter)`, because `generate` calls other methods than `forward`, which
+        would not be compiled; and for things that are not models: a path or name, a class, a configuration.
     """
     if isinstance(model, str | PathLike):
         raise ValueError(
@@ -57,7 +57,7 @@ def unwrap_drafter(model: Any) -> Drafter | None:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Raises the `ValueError` of a call that has no exact answer here."""
+    """Raises the `ValueError` for a call whose output would not be exact."""
     raise ValueError(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")
 
 
@@ -65,7 +65,7 @@ def check_call(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, rope: RopeLimit | None = None
 ) -> None:
     """
-    Refuses calls that this loop has no exact answer for.
+    Refuses calls for which the output would not be exact.
 
     Args:
         model, input_ids, generation_config: As `generate` prepared them.
@@ -106,7 +106,7 @@ def check_call(
 
 
 def _refuse_virtual_tokens(model: PreTrainedModel) -> None:
-    """PEFT's prompt tuning feeds embeddings that no token id stands for, so positions and cache lengths do not add up."""
+    """PEFT's prompt tuning adds embeddings without token ids, so positions and cache lengths would not match `input_ids`."""
     peft_model = getattr(model.prepare_inputs_for_generation, "__self__", model)
     peft_config = getattr(peft_model, "active_peft_config", None) if peft_model is not model else None
     if peft_config is not None and peft_config.is_prompt_learning and peft_config.peft_type.value != "PREFIX_TUNING":

@@ -1,4 +1,4 @@
-"""What the user asked to see of a call: the scores, logits, attentions and hidden states of each token, and the final result."""
+"""What `generate` returns: scores, logits, attentions and hidden states per token as requested, and the final result."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FIELDS = ("scores", "logits", "attentions", "hidden_states")
 
 class Returned:
     """
-    What one row has to show, an entry per token in each field; `None` for fields that were not asked for.
+    The requested scores, logits, attentions and hidden states of one row, one entry per token; `None` if not requested.
 
     Args:
-        generation_config: Says what is wanted.
+        generation_config: Says what is requested.
     """
 
     def __init__(self, generation_config: GenerationConfig):
@@ -36,14 +36,14 @@ class Returned:
         self.hidden_states = wanted(generation_config.output_hidden_states)
 
     def add_scores(self, choice: TokenChoice, start: int, end: int) -> None:
-        """Of the tokens at slots `start..end-1` of a round."""
+        """Adds scores and logits of the tokens at slots `start..end-1` of a round."""
         if self.scores is not None:
             self.scores += tuple(choice.scores_at(slot) for slot in range(start, end))
         if self.logits is not None:
             self.logits += tuple(choice.logits_at(slot) for slot in range(start, end))
 
     def add_states(self, fed: TargetOutput, num_committed: int, num_slots: int) -> None:
-        """Of the first `num_committed` of `num_slots` positions of a pass: those whose logits gave the tokens."""
+        """Adds attentions and hidden states of the first `num_committed` of `num_slots` positions of a pass."""
         if self.hidden_states is not None:
             states = fed.raw.hidden_states
             if fed.is_whole:
@@ -83,14 +83,15 @@ def assemble(
     """
     What plain `generate` returns for these rows.
 
-    Where plain `generate` keeps computing scores and states for a row that has ended, which mean nothing, ours are zero.
+    For rows that have ended, plain `generate` returns meaningless scores and states until the longest row ends. Here these
+    are zero.
 
     Args:
         rows: The tokens of each row, in the order of the batch, `[1, L_row]`.
-        returned: What each has to show.
+        returned: The scores and states of each row.
         generation_config: Says what to return.
         pad_token_id: Fills rows that ended before the longest.
-        cache: The target's cache, to be returned with the rest.
+        cache: The target's cache, which is part of the result.
     """
     longest = max(ids.shape[1] for ids in rows)
     padded = [torch.nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad_token_id) for ids in rows]
@@ -104,7 +105,7 @@ def assemble(
 
 
 def stacked(rows: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
-    """One entry per token with the rows along the batch axis, from each row's entries; zeros for rows that ended before."""
+    """Stacks the entries of all rows along the batch axis, token by token; zeros for rows that have ended."""
     if rows[0] is None or len(rows) == 1:
         return rows[0]
     steps: list[Any] = []
@@ -123,10 +124,10 @@ def _rows_of(present: Sequence[torch.Tensor | None], like: torch.Tensor) -> torc
 
 
 def _attention_at(slot: int, num_slots: int, weights: torch.Tensor, layer: Any) -> torch.Tensor:
-    """Attention `[B, H, 1, T]` of one fed position over what a pass over it alone would have seen."""
+    """Attention `[B, H, 1, T]` of one position of a pass, in the shape that a pass over this position alone would give."""
     row = weights[:, :, slot : slot + 1]
-    if isinstance(layer, StaticLayer):  # All of the buffer, whatever it holds.
+    if isinstance(layer, StaticLayer):  # Attention always covers the whole buffer.
         return row
-    row = row[..., : row.shape[-1] - (num_slots - 1 - slot)]  # Without the later positions of the round.
+    row = row[..., : row.shape[-1] - (num_slots - 1 - slot)]  # Leaves out the later positions of the round.
     window = getattr(layer, "sliding_window", None)
     return row if window is None else row[..., -window:]

@@ -1,4 +1,4 @@
-"""The user's logits processors as each row of a batch sees them. Rows differ in length, so each is processed by itself."""
+"""The user's logits processors for each row of a batch. Rows differ in length, so each is processed separately."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from transformers.generation import logits_process as stock
 from ..transformers_names import allowed_tokens_function
 from .logits_process import is_stateless_stock, is_stock
 
-# What copies of a processor may share: none of it is a state that calls change.
+# Copies of a processor may share objects of these types, because calls do not change them.
 _SHARED = (torch.nn.Module, PreTrainedTokenizerBase, type(threading.Lock()), type(threading.RLock()))
 
 
 class ProcessorOfRow(LogitsProcessor):
     """
-    A processor that may hold something for each row of a batch, as one of these rows sees it.
+    Applies a processor that may hold a value per row of the batch to a single row.
 
-    It is shown a batch in which every row is this one, and of what it returns this row is taken. That is right for processors
-    that treat all rows alike and for those that hold a list, a temperature or a grammar for each row. Only one that compares
-    rows with each other cannot be served: rows of one round are at different lengths.
+    The processor is called with a batch in which every row is this one, and this row of the result is used. That is right for
+    processors that treat all rows alike, and for those that hold a list, a temperature or a grammar per row. It is wrong only for
+    a processor that compares rows with each other, which is not supported.
 
     Args:
-        processor: A copy of the user's processor, for this row alone.
+        processor: A copy of the user's processor that no other row uses.
         row: Index of the row in the batch.
         num_rows: Rows of the batch.
     """
@@ -60,8 +60,8 @@ def processors_for_row(processors: LogitsProcessorList, row: int, num_rows: int)
 
 
 def _for_row(processor: LogitsProcessor, row: int, num_rows: int) -> LogitsProcessor:
-    # What transformers' own processors know of each row is cut to this row, which costs less than showing them all rows.
-    # Stock processors alone: a subclass may know more.
+    # The per-row values of these processors of transformers are cut to this row, which is cheaper than a full batch. Not for
+    # subclasses, which may hold other values too.
     if type(processor) is stock.PrefixConstrainedLogitsProcessor:
         allowed = allowed_tokens_function(processor)
         return stock.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), num_beams=1)
@@ -73,7 +73,7 @@ def _for_row(processor: LogitsProcessor, row: int, num_rows: int) -> LogitsProce
         return _changed(processor, prompt_ignore_length=processor.prompt_ignore_length[row : row + 1])
     if type(processor) is stock.UnbatchedClassifierFreeGuidanceLogitsProcessor:
         context = {k: v[row : row + 1] if torch.is_tensor(v) else v for k, v in processor.unconditional_context.items()}
-        return _changed(processor, unconditional_context=context)  # Shares the model, not what it has computed.
+        return _changed(processor, unconditional_context=context)  # Shares the model, but not its cache.
     if is_stateless_stock(processor):
         return processor
     copied = _copied(processor)

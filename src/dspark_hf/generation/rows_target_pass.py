@@ -1,4 +1,4 @@
-"""The target's side of a round for several rows, each feeding and keeping its own number of tokens."""
+"""Verification for several rows, each with a different number of tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .target_pass import TargetPass
 
 
 class RowStates(NamedTuple):
-    """What one row's tokens gave in a pass, in the fields of a model output. Attention weights are not recorded."""
+    """One row's part of a pass, in the fields of a model output. Attention weights are not recorded."""
 
     hidden_states: tuple[torch.Tensor, ...] | None
     attentions: tuple[torch.Tensor, ...] | None = None
 
 
 def states_of_row(raw: Any, row: int, num_rows: int) -> Any:
-    """What a pass over all rows gave for one of them."""
+    """One row's part of the output of a pass over all rows."""
     if num_rows == 1:
         return raw
     states = raw.hidden_states
@@ -36,7 +36,7 @@ class RowsTargetPass:
 
     Args:
         prompt: The pass that fed the prompts.
-        keep_cache: Whether the caller's cache has to hold the rows in the end.
+        keep_cache: Whether the caller's cache has to contain all rows at the end.
 
     Raises:
         ValueError: for targets and calls whose rows cannot share a pass.
@@ -55,14 +55,14 @@ class RowsTargetPass:
 
     def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
         """
-        Feeds each row's anchor and drafts.
+        Runs the target over each row's anchor and drafts.
 
         Args:
-            input_ids: Of each row all committed tokens, the anchor last, `[1, L_row]`.
-            draft_ids: Of each row `[1, N_row]`.
+            input_ids: For each row all committed tokens, the anchor last, `[1, L_row]`.
+            draft_ids: For each row its drafts, `[1, N_row]`.
 
         Returns:
-            Of each row the logits `[1, N_row + 1, V]` and features of the tokens fed.
+            For each row the logits `[1, N_row + 1, V]` and features of these tokens.
         """
         device = input_ids[0].device
         fed_ids = [
@@ -83,7 +83,7 @@ class RowsTargetPass:
         self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, num_committed, strict=True)]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keeps only these of the rows still being decoded: ended ones cost nothing more."""
+        """Keeps only these of the rows still being decoded."""
         for place in set(range(len(self._rows))) - set(rows):
             if self._keep_cache:
                 self._ended[self._rows[place]] = self.cache.extract(place)
@@ -91,8 +91,8 @@ class RowsTargetPass:
         self._rows = [self._rows[place] for place in rows]
 
     def finish(self, num_new: int) -> Any:
-        """The caller's cache, holding every row where that is wanted; `num_new` is the number of tokens behind the prompt."""
-        num_columns = self._prompt.past_length + num_new - 1  # The last token is never fed.
+        """The caller's cache, with all rows if `keep_cache`; `num_new` is the number of tokens after the prompt."""
+        num_columns = self._prompt.past_length + num_new - 1  # The last token never goes through the target.
         cache = self._prompt.finish(num_new)
         if self._keep_cache:
             fill(cache, self._ended, num_columns)
@@ -100,7 +100,7 @@ class RowsTargetPass:
 
     @staticmethod
     def _cache_of_prompts(prompt: TargetPass) -> RaggedCache:
-        """The rows that the prompts' pass has filled."""
+        """The rows as the pass over the prompts left them."""
         name, num_columns = type(prompt.model).__name__, prompt.past_length
         position_ids = prompt.model_kwargs.get("position_ids")
         if any(not hasattr(layer, "keys") or hasattr(layer, "conv_states") for layer in prompt.cache.layers):

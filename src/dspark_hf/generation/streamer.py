@@ -10,17 +10,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-# Blue and orange: told apart by all common kinds of colour vision, legible on dark and on light terminals.
+# Blue and orange: distinguishable with all common kinds of colour vision, readable on dark and on light terminals.
 DRAFTED_STYLE = "\x1b[38;5;33m"
 OWN_STYLE = "\x1b[38;5;208m"
 RESET = "\x1b[0m"
 
 
 class DraftStreamer(BaseStreamer):
-    """A streamer that wants to know which tokens were drafted. Derive from it to be told."""
+    """Base class of streamers that are told which tokens were drafted."""
 
     def next_are_drafted(self, num_tokens: int) -> None:
-        """Says that the next `num_tokens` tokens to be `put` come from the drafter. The decoding loop calls this."""
+        """The decoding loop calls this before it `put`s `num_tokens` tokens that come from the drafter."""
 
 
 class DraftTintStreamer(DraftStreamer):
@@ -59,7 +59,7 @@ class DraftTintStreamer(DraftStreamer):
         self._expects_prompt = True
         self._num_drafted = 0
         self._token_ids: list[int] = []
-        # How many of `_token_ids` are printed. Some of those stay: a token's text depends on the one before it.
+        # How many of `_token_ids` are printed already. Some are kept, because a token's text depends on the ones before.
         self._num_printed = 0
 
     def next_are_drafted(self, num_tokens: int) -> None:
@@ -107,7 +107,7 @@ class DraftTintStreamer(DraftStreamer):
         self._num_printed = 0
 
     def _whole_text(self) -> str:
-        """What the unprinted tokens add to the text, once that ends with a whole character; `""` until then."""
+        """The text of the unprinted tokens; `""` while it ends inside a character."""
         text = self._pending_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
@@ -122,5 +122,5 @@ class DraftTintStreamer(DraftStreamer):
 
 
 def wants_color(file: TextIO) -> bool:
-    """Whether colours belong in what is written to `file` (no-color.org)."""
+    """Whether to write colours to `file` (see no-color.org)."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

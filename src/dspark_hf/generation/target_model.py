@@ -1,4 +1,4 @@
-"""The target as `generate` prepared it: its passes over tokens, with logits and tapped hidden states."""
+"""Passes of the target over tokens, as `generate` prepared it, with logits and tapped hidden states."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class TargetOutput(NamedTuple):
     One forward pass of the target.
 
     Args:
-        logits: Float32 logits of the last tokens fed, `[B, N, V]`.
-        context_features: Tapped hidden states of the tokens fed, concatenated, `[B, T, m * D_target]`.
-        raw: The model's own output, for what the user asked to be returned.
-        is_whole: Whether all of `raw` belongs to one token, as in the pass over a prompt, instead of a position each.
-        attended: False where a token fed was padding, `[B, T]`; `None` when none was.
+        logits: Float32 logits of the last `N` input tokens, `[B, N, V]`.
+        context_features: Tapped hidden states of the `T` input tokens, concatenated, `[B, T, m * D_target]`.
+        raw: The output of the model, for the states that the user asked for.
+        is_whole: Whether all of `raw` belongs to one generated token, as in the pass over a prompt, instead of one token per
+        position.
+        attended: False at padding, `[B, T]`; `None` when there is none.
     """
 
     logits: torch.Tensor
@@ -35,19 +36,19 @@ class TargetOutput(NamedTuple):
 @dataclass
 class TargetModel:
     """
-    The target with its cache and arguments. Inputs are prepared by the model itself, as in plain `generate`.
+    The target with its cache and arguments. The model prepares its inputs as in plain `generate`.
 
     Args:
         model: The target.
-        model_kwargs: As `generate` prepared them: cache, masks, positions and the model's own arguments.
+        model_kwargs: As `generate` prepared them: cache, masks, positions and arguments specific to the model.
         generation_config: As `generate` prepared it.
         hidden_state_indices: Entries of `hidden_states` that feed the drafter.
 
     Attributes:
         cache (`Cache`): The target's cache.
         forgets_context (`bool`):
-            Whether the model has discarded its cache for good, so that each token stands alone: Phi-3 does, at a certain
-            length, in older versions of transformers.
+            Whether the model has discarded its cache, so that each pass runs over the whole sequence: Phi-3 does so at a
+            certain certain length, in older versions of transformers.
 
     Raises:
         ValueError: when the target's cache is off.
@@ -71,7 +72,7 @@ class TargetModel:
         return int(self.cache.get_seq_length())
 
     def attended_columns(self, start: int, end: int) -> torch.Tensor | None:
-        """Which of the prompt's columns `start..end-1` are no padding, `[B, end - start]`; `None` for all."""
+        """Which of the prompt's columns `start..end-1` are not padding, `[B, end - start]`; `None` when all are not."""
         mask = self.model_kwargs.get("attention_mask")
         return None if mask is None else mask[:, start:end].bool()
 
@@ -100,11 +101,11 @@ class TargetModel:
             inputs["logits_to_keep"] = logits_to_keep
         fed_ids = inputs.get("input_ids")
         if fed_ids is not None and fed_ids.shape[1] < num_fed:
-            # PEFT's prefix tuning expects that only one token is fed after the prompt.
+            # PEFT's prefix tuning expects a single token per pass after the prompt.
             inputs["input_ids"] = input_ids[:, -num_fed:].to(fed_ids.device)
         if not inputs.get(
             "output_hidden_states"
-        ):  # The user wants none: where transformers allows, only the tapped ones.
+        ):  # The user did not ask for hidden states, so only the tapped ones are requested, if transformers supports that.
             inputs["output_hidden_states"] = output_hidden_states(self.hidden_state_indices)
         with stage("target pass"):
             raw = self.model(**inputs, return_dict=True)
@@ -112,14 +113,14 @@ class TargetModel:
             self._continue_with(raw.get(CACHE_KEY), input_ids.shape[1])
         logits = raw.logits[:, -logits_to_keep:].to(device=input_ids.device, dtype=torch.float32, copy=True)
         features = context_features(raw, self.hidden_state_indices)
-        # A model that has discarded its cache was fed the whole sequence again.
+        # A model that has discarded its cache was run over the whole sequence again.
         is_refed = not is_first_iteration and features.shape[1] > num_fed
         if is_refed:
             features = features[:, -num_fed:]
         return TargetOutput(logits, features, raw, is_whole=is_first_iteration or is_refed)
 
     def _continue_with(self, cache: Any, num_tokens: int) -> None:
-        """Takes over the cache of a pass that made one: prefix tuning does, and models that discard theirs."""
+        """Replaces the cache if a pass made a new one, as prefix tuning does, and models that discard theirs."""
         if cache is not None and cache is not self.cache:
             self.cache = self.model_kwargs[CACHE_KEY] = cache
             self.forgets_context = self.past_length < num_tokens

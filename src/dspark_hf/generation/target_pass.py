@@ -1,4 +1,4 @@
-"""The target's side of a round: verify drafts, take rejected tokens back."""
+"""Verification for one row: runs the target over the drafts and removes rejected ones from its cache."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class TargetPass(TargetModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.ending = contextlib.ExitStack()  # What is to be undone when the call ends.
+        self.ending = contextlib.ExitStack()  # What has to be undone when the call ends.
         self._rollback = Rollback(self.model, self.cache)
         self._num_fed = 1
 
     def begin_rounds(self) -> None:
-        """Called once the prompt is fed."""
+        """Called after the pass over the prompt."""
         self._rollback.begin(self.cache)
         self.commit([1])
 
     def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
         """
-        Feeds the anchor and its drafts, of one row.
+        Runs the target over the anchor and the drafts of one row.
 
         Args:
             input_ids: All committed tokens, the anchor last, `[1, L]`.
             draft_ids: `[1, N]`.
 
         Returns:
-            Logits and features of all `N + 1` tokens fed.
+            Logits and features of these `N + 1` tokens.
         """
         candidates = torch.cat([input_ids[0], draft_ids[0].to(input_ids[0].device)], dim=1)
         self._num_fed = candidates.shape[1] - input_ids[0].shape[1] + 1
@@ -57,9 +57,9 @@ class TargetPass(TargetModel):
 
     def commit(self, num_committed: list[int]) -> None:
         """
-        Ends a pass: keeps the fed tokens that belong to the output and makes room for the new anchor.
+        Ends a round: removes the tokens from the cache that do not belong to the output, and the last one that does.
 
-        As in plain `generate`, the last committed token is not in the cache.
+        As in plain `generate`, the last committed token is not in the cache: it is the next anchor.
 
         Args:
             num_committed: Tokens that the pass added to the output.
@@ -69,10 +69,10 @@ class TargetPass(TargetModel):
             self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed[0])
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Nothing to do: the one row stays."""
+        """Does nothing, because there is only one row."""
 
     def finish(self, num_new: int) -> Any:
-        """The target's cache, as plain `generate` leaves it; `num_new` is the number of tokens behind the prompt."""
+        """The target's cache, as plain `generate` leaves it; `num_new` is the number of tokens after the prompt."""
         self.end()
         return self.cache
 

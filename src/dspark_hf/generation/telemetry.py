@@ -1,4 +1,4 @@
-"""What happened in each round, kept for whoever asks: `with record_speculation() as stats: target.generate(...)`."""
+"""Statistics of each round: `with record_speculation() as stats: target.generate(...)`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ InnerStage = Literal[
 @dataclass
 class Round:
     """
-    One draft-verify-commit of one row.
+    Statistics of one round of one row.
 
     Args:
         drafted: Tokens the drafter proposed.
-        verified: Of those, tokens sent to the target. Where the output ends inside the drafts, those after its end do
-            not count.
-        accepted: Of those, tokens that passed (bonus not counted).
-        committed: Tokens added to the output: accepted ones and the one that follows, unless the output ended.
-        confidence: The confidence head's probability for each drafted slot, and for the one that ended the draft early;
+        verified: Drafts sent to the target. Drafts after the end of the output are not counted.
+        accepted: Drafts that were accepted. The token of the target that follows them is not counted.
+        committed: Tokens added to the output: the accepted drafts and the target's token, unless the output ended before.
+        confidence: The confidence head's probability for each drafted slot, and for the slot at which drafting stopped;
             empty without a head.
-        drafting_s, verifying_s, elsewhere_s: Wall-clock seconds in the drafter, in the target's pass, in all else; the
+        drafting_s, verifying_s, elsewhere_s: Wall-clock seconds in the drafter, in the target's pass and elsewhere; the
             rows of a batch share them equally.
-        row: Row of the batch.
-        skipped: Whether drafting paused because it had not paid: a step of plain decoding.
+        row: Index of the row in the batch.
+        skipped: Whether back-off skipped drafting, so that the round was a step of plain decoding.
     """
 
     drafted: int
@@ -57,12 +56,12 @@ class Round:
     @classmethod
     def cut_to_output(cls, *, verified: int, accepted: int, committed: int, **others: Any) -> Round:
         """
-        The record of a round that may have ended the output.
+        The statistics of a round in which the output may have ended.
 
         Args:
             verified: Drafts sent to the target.
-            accepted: Of those, drafts that passed.
-            committed: Tokens added to the output: fewer than `accepted + 1` where it ended inside the drafts.
+            accepted: Drafts that were accepted.
+            committed: Tokens added to the output: fewer than `accepted + 1` if it ended inside the drafts.
             others: The other fields.
         """
         ended_inside_drafts = committed <= accepted
@@ -76,13 +75,13 @@ class Round:
 
 class StageClock:
     """
-    Adds up the time of the stages of decoding.
+    Sums the time of the stages of decoding.
 
-    A stage that runs inside another counts for itself: its time is taken off the outer one.
+    The time of a stage inside another stage is not counted for the outer one.
 
     Args:
-        synchronize: Waits until the device has finished. Called before each reading; by default nothing is waited for,
-            which times when work is handed to an accelerator, not when it is done.
+        synchronize: Waits until the device has finished; called before each reading of the clock. Without it, the times of an
+        accelerator are those of launching work, not of finishing it.
 
     Attributes:
         seconds (`dict[tuple[str, str], float]`): Seconds by the outermost stage and the stage itself.
@@ -110,7 +109,7 @@ class StageClock:
         return sum(seconds for (outer, _), seconds in self.seconds.items() if outer == outermost)
 
     def _read(self) -> None:
-        """Credits the time since the last reading to the innermost running stage."""
+        """Adds the time since the last reading to the innermost running stage."""
         self._synchronize()
         now = time.perf_counter()
         if self._running:
@@ -125,8 +124,8 @@ class SpeculationStats:
     The rounds of every `generate` call inside [`record_speculation`], and totals derived from them.
 
     Args:
-        rounds: In the order they happened.
-        clock: The time that each stage of the calls took.
+        rounds: All rounds, in order.
+        clock: The time that each stage took.
     """
 
     rounds: list[Round] = field(default_factory=list)
@@ -141,7 +140,7 @@ class SpeculationStats:
         Adds one round of each row, with the time on the clock since the rounds before.
 
         Args:
-            rounds: Of the rows that were decoded together.
+            rounds: One per row that was decoded.
         """
         rounds_s = self._rounds_s()
         shares = [(now - before) / len(rounds) for now, before in zip(rounds_s, self._counted_s, strict=True)]
@@ -167,7 +166,7 @@ class SpeculationStats:
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """For each slot: of the drafts verified there whose predecessors all passed, the share that passed."""
+        """For each slot, the share of accepted drafts among those verified there whose predecessors were all accepted."""
         longest = max((r.verified for r in self.rounds), default=0)
         reached = [sum(r.verified > k and r.accepted >= k for r in self.rounds) for k in range(longest)]
         passed = [sum(r.accepted > k for r in self.rounds) for k in range(longest)]
@@ -175,14 +174,14 @@ class SpeculationStats:
 
     @property
     def num_committed(self) -> int:
-        """Tokens the rounds added to the output."""
+        """Tokens that the rounds added to the outputs."""
         return sum(r.committed for r in self.rounds)
 
     def _rounds_s(self) -> tuple[float, ...]:
         return self.clock.total("draft"), self.clock.total("verify"), self.clock.total("commit")
 
 
-# A context variable: each thread and each asyncio task records only the calls made in it.
+# A context variable, so that each thread and each asyncio task records only its own calls.
 _recorder: contextvars.ContextVar[SpeculationStats | None] = contextvars.ContextVar("dspark_hf_stats", default=None)
 _UNTIMED = contextlib.nullcontext()
 
@@ -200,8 +199,8 @@ def record_speculation(clock: StageClock | None = None) -> Iterator[SpeculationS
     ```
 
     Args:
-        clock (*optional*): Times the stages of the calls. One that waits for the device makes the times of all stages exact, and
-            decoding slower.
+        clock (*optional*): Times the stages. A clock that synchronizes makes the times of all stages exact, and decoding
+        slower.
     """
     stats = SpeculationStats(clock=clock if clock is not None else StageClock())
     token = _recorder.set(stats)
@@ -217,7 +216,7 @@ def current_recorder() -> SpeculationStats | None:
 
 
 def stage(name: Stage | InnerStage) -> contextlib.AbstractContextManager[None]:
-    """Times what runs inside as this stage, while somebody records; costs next to nothing while nobody does."""
+    """Times the code inside as this stage. Without an active recorder it does almost nothing."""
     recorder = _recorder.get()
     return _UNTIMED if recorder is None else recorder.clock.stage(name)
 

@@ -1,4 +1,4 @@
-"""Which tokens come out of one target pass: accepted drafts, then one token of the target."""
+"""Chooses the tokens of a round from the target's logits: the accepted drafts, then one token of the target."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .telemetry import stage
 
 class TokenChoice:
     """
-    Applies the user's processors to the target's logits and decides which drafts pass, in one of two ways.
+    Applies the user's processors to the target's logits and decides which drafts are accepted, in one of two ways.
 
-    [`choose_at_once`] decides the whole round, for processors that look at the scores alone.
-    [`~TokenChoice.one_by_one`] makes exactly the calls that plain `generate` makes, one for each committed token in order, so
-    that processors with state are right too.
+    [`choose_at_once`] decides the whole round together, for processors whose result depends on the scores alone.
+    [`~TokenChoice.one_by_one`] calls the processors once per committed token, in order, exactly as plain `generate` does, so
+    that processors with state work too.
 
     Args:
         logits_processor: As `generate` prepared them.
-        do_sample: Rejection sampling, or greedy agreement.
+        do_sample: Whether to use rejection sampling; otherwise drafts are accepted while they equal the most likely token.
         logits: The target's float32 logits at the anchor and each verified draft, `[1, L + 1, V]`.
         draft: The drafts verified, `ids` `[1, L]`.
 
     Attributes:
-        num_accepted (`int`): Drafts that passed, as far as it is decided.
-        tokens (`torch.Tensor` of shape `[1, N]`): The tokens chosen at once; `None` one by one.
-        listed (`list[int]`): The same tokens.
+        num_accepted (`int`): Accepted drafts so far.
+        tokens (`torch.Tensor` of shape `[1, N]`): The chosen tokens; `None` if they are chosen one by one.
+        listed (`list[int]`): The same tokens as a list.
     """
 
     def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, logits: torch.Tensor, draft: Draft):
@@ -46,7 +46,7 @@ class TokenChoice:
         self._scores: list[torch.Tensor] = []
 
     def decide(self) -> torch.Tensor:
-        """Decides the round on the device: `[L + 2]`, the number of accepted drafts and the tokens of the slots."""
+        """Decides the round on the device: `[L + 2]`, the number of accepted drafts, then the tokens of the slots."""
         scores = self._logits
         if self._processor:
             with stage("processors"):
@@ -59,22 +59,22 @@ class TokenChoice:
             probs = scores.softmax(-1)
             draft_probs = self._draft_probs if self._draft_probs is not None else probs[:, :0]
             accepted, follow = verify_sampled(self._draft_ids, draft_probs, probs)
-        # The token that follows stands behind the accepted drafts; whatever is behind it does not count.
+        # The target's token is written after the accepted drafts; the entries after it are unused.
         self.tokens = torch.nn.functional.pad(self._draft_ids, (0, 1)).scatter(1, accepted[:, None], follow[:, None])
         return torch.cat([accepted, self.tokens[0]])
 
     def settle(self, num_accepted: int, listed: list[int]) -> None:
-        """Takes in what [`~TokenChoice.decide`] decided, once it is read from the device."""
+        """Stores the result of [`~TokenChoice.decide`], once it has been copied from the device."""
         assert self.tokens is not None
         self.num_accepted, self.listed = num_accepted, listed[: num_accepted + 1]
         self.tokens = self.tokens[:, : num_accepted + 1]
 
     def one_by_one(self, current_ids: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
         """
-        The tokens of the round `[1]`, each chosen only once the one before it is committed.
+        The tokens of the round `[1]`, each chosen only after the previous one is committed.
 
         Args:
-            current_ids: Gives all tokens committed so far, `[1, L]`, when called.
+            current_ids: Returns all tokens committed so far, `[1, L]`.
         """
         for slot in range(self.num_slots):
             with stage("processors"):
@@ -88,7 +88,7 @@ class TokenChoice:
                 return
 
     def scores_at(self, slot: int) -> torch.Tensor:
-        """Processed scores `[1, V]` that gave the token at `slot`."""
+        """Processed scores `[1, V]` from which the token at `slot` was chosen."""
         return self._scores[slot]
 
     def logits_at(self, slot: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ class TokenChoice:
         return self._logits[:, slot].clone()
 
     def _verify_slot(self, slot: int, scores: torch.Tensor) -> tuple[bool, torch.Tensor]:
-        """Whether the draft at `slot` passes, and the token there: the draft, or one of the target."""
+        """Whether the draft at `slot` is accepted, and the token there: the draft, or one of the target."""
         has_draft = slot < self.num_slots - 1
         if not self._do_sample:
             chosen = scores.argmax(-1)
@@ -112,7 +112,7 @@ class TokenChoice:
 
 
 def choose_at_once(choices: Sequence[TokenChoice]) -> None:
-    """Decides the rounds of several rows and reads all decisions from the device in one go."""
+    """Decides the rounds of several rows and copies all decisions from the device at once."""
     with stage("acceptance"):
         decisions = [choice.decide() for choice in choices]
         read = torch.cat(decisions).tolist()

@@ -1,7 +1,7 @@
 """Attention of packed tokens over the rows they belong to.
 
-What a token may attend to is the target's own rule: the mask function that the model hands to transformers' mask interface
-(causal, sliding window, chunks) is evaluated at the rows' columns.
+What a token may attend to is decided by the target: the mask function that the model passes to transformers' mask interface
+(causal, sliding window, chunks) is evaluated at the columns of each row.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .plan import Group, RaggedPlan
 
-_FEW_QUERIES = 16  # Up to here query heads that share keys become further queries, so that keys are not repeated.
+_FEW_QUERIES = (
+    16  # Up to this many, query heads that share keys are treated as more queries, so that keys are not repeated.
+)
 
-# Tensors among the arguments of attention functions that change nothing: the model has already used them.
+# Tensor arguments of attention functions that can be ignored, because the model has already used them.
 _WITHOUT_EFFECT = frozenset({"position_ids", "position_embeddings"})
 
 
 class NotPackable(AttributeError):
     """
-    A model does something in its attention that is not known here, so its rows cannot be packed.
+    Raised when a model's attention does something that is not supported here, so that its rows cannot be packed.
 
     An `AttributeError`, so that `hasattr(mask, name)` is False and not an error.
     """
@@ -32,16 +34,16 @@ class RaggedMask:
     """
     What the tokens of a pass attend to in the layers of one kind.
 
-    Models pass it on as they pass on a mask. It is no tensor, because the shape that it would have fits no model: one that
-    computes with its mask gets [`NotPackable`].
+    Models pass it to their attention function like a mask. It is not a tensor, because no tensor shape would fit: a model that
+    computes with its mask raises [`NotPackable`].
 
     Args:
-        plan: Of the pass.
-        rule: A mask function of transformers: whether the token at a column attends to another column of its row, by
+        plan: The plan of the pass.
+        rule: A mask function of transformers: whether the token at a column attends to another column of its row, called as
             `rule(batch_index, head_index, query_column, key_column)`. All rows share it.
-        reach: Rows of at most so many columns are attended to causally, by all their tokens; `None` for rows of any length.
+        reach: In rows of at most so many columns the rule is plain causal attention; `None` for rows of any length.
             0 where the rule is not known to be causal.
-        by_index: Whether the rule takes tensors of indices, or only one index at a time.
+        by_index: Whether the rule can be called with tensors of indices instead of single indices.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class RaggedMask:
         raise NotPackable("it computes with its attention mask")
 
     def is_causal(self, group: Group) -> bool:
-        """Whether the group's queries are all its tokens so far and see their earlier ones, all of them."""
+        """Whether plain causal attention is right for the group: its rows are new, of equal length and within `reach`."""
         return group.is_new and self.plan.key_mask is None and (self.reach is None or group.span <= self.reach)
 
     def visible(self, index: int, device: torch.device) -> torch.Tensor:
@@ -77,9 +79,9 @@ class RaggedMask:
         return self._visible[key]
 
     def additive(self, index: int, num_repeats: int, like: torch.Tensor) -> torch.Tensor:
-        """The same to be added to scores, in the type of `like`, each query `num_repeats` times, `[R, 1, repeats * Q, S]`."""
+        """The same as an additive mask in the dtype of `like`, each query `num_repeats` times, `[R, 1, repeats * Q, S]`."""
         key = (index, num_repeats, like.dtype, like.device)
-        if key not in self._additive:  # Made by the first layer of a kind for all of them.
+        if key not in self._additive:  # Computed by the first layer of a kind for all of them.
             visible = self.visible(index, like.device).repeat(1, 1, num_repeats, 1)
             zeros = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
             self._additive[key] = zeros.masked_fill(~visible, torch.finfo(like.dtype).min)
@@ -115,19 +117,19 @@ def ragged_attention(
     Attention of packed queries over the columns of their rows.
 
     Args:
-        plan: Of the pass.
+        plan: The plan of the pass.
         module: The attention layer.
         query: `[1, H, N, d]`.
         key, value: What [`RaggedLayer.update`] returned, `[B, H_kv, S, d]`.
-        attention_mask: What the model got from the mask function below.
-        scaling: Of the scores; `d ** -0.5` by default.
-        softcap, s_aux: The target's soft cap of scores and attention sinks `[H]`.
+        attention_mask: The [`RaggedMask`] of the layer.
+        scaling: Factor on the scores; `d ** -0.5` by default.
+        softcap, s_aux: The target's soft cap on the scores and its attention sinks `[H]`.
 
     Returns:
         `[1, N, H, d_v]`, and `None` for the weights.
 
     Raises:
-        NotPackable: when the model's attention has parts that are not known here.
+        NotPackable: when the model's attention has parts that are not supported here.
     """
     _check_known(attention_mask, kwargs)
     plan = plan.on(query.device)
@@ -152,7 +154,7 @@ def _attended(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`[n, H, d_v]` for the queries `[n, H, d]` of one group."""
+    """Attention output `[n, H, d_v]` for the queries `[n, H, d]` of one group."""
     keys, values = group.columns_of(key), group.columns_of(value)  # [R, H_kv, S, d]
     is_plain = softcap is None and sinks is None
     is_causal = is_plain and mask.is_causal(group)
@@ -160,7 +162,7 @@ def _attended(
     if repeats > 1 and (is_causal or group.num_queries > _FEW_QUERIES):
         keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
         repeats = 1
-    # Query heads that share keys become further queries, so that keys are not repeated: [R, H_kv, repeats * Q, d].
+    # Query heads that share keys are treated as more queries, so that keys are not repeated: [R, H_kv, repeats * Q, d].
     padded = group.pad(queries).unflatten(2, (keys.shape[1], repeats)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if is_causal:
         output = scaled_dot_product_attention(padded, keys, values, is_causal=True, scale=scaling)
@@ -184,12 +186,12 @@ def _attention_with_extras(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with capped scores or attention sinks, which torch's function does not have; shapes as above."""
+    """Attention with soft-capped scores or attention sinks, which torch's function does not support; shapes as above."""
     scores = query.float() @ key.float().transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask
-    if sinks is not None:  # One more score for each query, that takes weight and gives no value.
+    if sinks is not None:  # One more score per query, whose share of the weight goes to no token.
         sink = sinks.float().view(1, key.shape[1], -1, 1)  # [1, H_kv, repeats, 1]
         sink = sink.repeat_interleave(scores.shape[2] // sink.shape[2], dim=2).expand(len(scores), -1, -1, -1)
         scores = torch.cat([scores, sink], dim=-1)

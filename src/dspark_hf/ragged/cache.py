@@ -1,8 +1,8 @@
 """Keys and values of rows that have different lengths and grow at different speeds.
 
 Each layer holds one buffer `[B, H_kv, capacity, d]`. Every row starts at column 0, whatever its length, and a pass writes
-each token at the next free column of its row. Taking rejected tokens back is lowering a row's length, and giving a row
-to another request is setting it to 0, so nothing is copied, cropped or concatenated.
+each token at the next free column of its row. Rejected tokens are removed by lowering a row's length, and a row is given
+to another request by setting its length to 0, so nothing is copied, cropped or concatenated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .plan import RaggedPlan
 
-_GROWTH = 128  # Buffers get this many columns more than are needed, so that few passes have to enlarge them.
+_GROWTH = 128  # Buffers get this many columns more than needed, so that few passes have to enlarge them.
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class RaggedLayer(CacheLayerMixin):
-    """The buffers of one layer. `plan` is that of the current pass, and `pads` says whether it feeds padded rows."""
+    """The buffers of one layer. `plan` is the plan of the current pass, and `pads` says whether its rows are padded."""
 
     is_croppable = True
     is_sliding = False
@@ -33,7 +33,7 @@ class RaggedLayer(CacheLayerMixin):
         self.pads = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the buffers for states `[..., H_kv, N, d]` like these."""
+        """Creates buffers for states `[..., H_kv, N, d]` of this dtype and device."""
         self.keys, self.values = (
             states.new_zeros(self.num_rows, states.shape[1], self.capacity, states.shape[3])
             for states in (key_states, value_states)
@@ -47,10 +47,10 @@ class RaggedLayer(CacheLayerMixin):
         Writes the new states of the pass.
 
         Args:
-            key_states, value_states: Packed `[1, H_kv, N, d]`, or of padded rows `[R, H_kv, Q, d]`.
+            key_states, value_states: `[1, H_kv, N, d]` for packed tokens, `[R, H_kv, Q, d]` for padded rows.
 
         Returns:
-            The columns that the pass reads: of all rows, or of the padded rows alone, `[B or R, H_kv, S, d]`.
+            The columns that the pass reads, `[B, H_kv, S, d]` of all rows, or `[R, H_kv, S, d]` of the padded rows.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -78,10 +78,10 @@ class RaggedLayer(CacheLayerMixin):
         Fills the buffers from the layer of an ordinary cache.
 
         Args:
-            prompt: Its keys and values `[B, H_kv, L, d]`: the last `L` of `num_columns` columns, as sliding windows keep
-                no others, which then no later token attends to.
-            sources: For each row and column to fill the column there, `[B, C]`.
-            num_columns: Columns that the ordinary cache has seen.
+            prompt: Its keys and values `[B, H_kv, L, d]`: the last `L` of `num_columns` columns. Sliding-window layers keep no
+            others, and no later token attends to those.
+            sources: For each row and each column to fill, the column of the ordinary cache, `[B, C]`.
+            num_columns: Tokens that the ordinary cache has seen per row.
         """
         self.lazy_initialization(*prompt)
         index = (sources - (num_columns - prompt[0].shape[2])).clamp(min=0).to(prompt[0].device)
@@ -98,7 +98,7 @@ class RaggedLayer(CacheLayerMixin):
             self.keys, self.values = self.keys[index], self.values[index]
 
     def get_seq_length(self) -> int:
-        """As if the tokens of the pass were the last ones of one row."""
+        """The length that models see: as if the tokens of the pass were the last ones of a single row."""
         return 0 if self.plan is None else max(self.plan.span - len(self.plan.rows), 0)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -110,19 +110,19 @@ class RaggedLayer(CacheLayerMixin):
 
 class RaggedCache(Cache):
     """
-    The keys and values of `B` rows, each with a length of its own.
+    The keys and values of `B` rows of different lengths.
 
     Args:
         num_layers: Layers of the target that keep keys and values.
         num_rows: `B`.
 
     Attributes:
-        lengths (`list[int]`): Columns in use of each row. Whoever feeds tokens raises it by those that are to stay.
-        position_offsets (`torch.Tensor`): What a token's position is ahead of its column, `[B]`, or `[axes, B]` for
-            positions that have several axes.
-        key_mask (`torch.Tensor`, *optional*): False at columns that no token attends to, `[B, C]`; columns from `C` on
-            are attended to.
-        pads (`bool`): Whether passes feed padded rows instead of packed tokens.
+        lengths (`list[int]`): Columns in use of each row. After a pass, the caller raises it by the tokens to keep.
+        position_offsets (`torch.Tensor`): A token's position minus its column, `[B]`, or `[axes, B]` for positions that
+        have several axes.
+        key_mask (`torch.Tensor`, *optional*): False at columns that no token attends to, `[B, C]`. Columns from `C` on
+        are not masked.
+        pads (`bool`): Whether the input of a pass is padded rows instead of packed tokens.
     """
 
     layers: list[RaggedLayer]  # type: ignore[assignment]
@@ -133,16 +133,16 @@ class RaggedCache(Cache):
         self.position_offsets = torch.zeros(num_rows, dtype=torch.long)
         self.key_mask: torch.Tensor | None = None
         self.pads = False
-        self._padding = [0] * num_rows  # Columns before each row's first token that the ordinary cache has.
+        self._padding = [0] * num_rows  # Padding columns before each row's first token in the ordinary cache.
 
     @classmethod
     def of_prompts(cls, cache: Cache, attended: torch.Tensor | None, position_ids: torch.Tensor) -> RaggedCache:
         """
-        Takes over the rows of an ordinary cache after their prompts were fed.
+        Takes over the rows of an ordinary cache that holds their prompts.
 
         Args:
-            cache: The ordinary cache. Its layers keep keys and values, or nothing where they use those of another layer.
-            attended: False at padding, `[B, T]`; `None` for no padding. Padding before a row's first token is left out.
+            cache: The ordinary cache. Its layers hold keys and values, or nothing if they use those of another layer.
+            attended: False at padding, `[B, T]`; `None` for no padding. Padding before a row's first token is not copied.
             position_ids: Position of each of the `T` columns, `[B, T]` or `[axes, B, T]`.
         """
         layers: list[Any] = cache.layers
@@ -156,7 +156,7 @@ class RaggedCache(Cache):
         sources = (columns + torch.tensor(own._padding)[:, None]).clamp(max=num_columns - 1)  # [B, longest row]
         for layer, filled in zip(own.layers, layers, strict=True):
             layer.reserve(len(columns))
-            if filled.keys is not None:  # Else the layer uses the keys and values of another.
+            if filled.keys is not None:  # Otherwise the layer uses the keys and values of another.
                 layer.take_over(
                     (filled.keys[:, :, :num_columns], filled.values[:, :, :num_columns]), sources, num_columns
                 )
@@ -167,7 +167,7 @@ class RaggedCache(Cache):
         return own
 
     def plan(self, counts: list[int]) -> RaggedPlan:
-        """Makes room for `counts[r]` new tokens of row `r` in the next pass, and says where they go."""
+        """Makes room for `counts[r]` new tokens of row `r` in the next pass, and returns its plan."""
         plan = RaggedPlan.of(self.lengths, counts, self.key_mask, in_one_group=self.pads)
         for layer in self.layers:
             layer.reserve(plan.span)
@@ -175,16 +175,16 @@ class RaggedCache(Cache):
         return plan
 
     def positions(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """The positions of tokens at `columns` of `rows`, in their shape (behind the axes, where there are several)."""
+        """Positions of the tokens at `columns` of `rows`, in the same shape, with the axes of positions in front if any."""
         return columns + self.position_offsets[..., rows]
 
     def reserve(self, num_columns: int) -> None:
-        """Makes room for rows of `num_columns` columns at once, instead of little by little."""
+        """Makes room for rows of `num_columns` columns now, instead of gradually."""
         for layer in self.layers:
             layer.reserve(num_columns)
 
     def select(self, rows: list[int]) -> None:
-        """Keeps only the given rows, in this order: the others cost nothing more."""
+        """Keeps only the given rows, in this order."""
         for layer in self.layers:
             layer.select(rows)
         self.lengths = [self.lengths[row] for row in rows]
@@ -200,18 +200,18 @@ class RaggedCache(Cache):
             self.key_mask[row] = True
 
     def extract(self, row: int) -> dict[int, KeyValues]:
-        """A copy of one row's keys and values `[H_kv, T, d]` by their layer, in the columns of an ordinary cache."""
+        """A copy of one row's keys and values `[H_kv, T, d]` per layer, with the columns of an ordinary cache."""
         padding, length = (0, 0, self._padding[row], 0), self.lengths[row]
         pad, extracted = torch.nn.functional.pad, {}
         for index, layer in enumerate(self.layers):
             keys, values = layer.keys, layer.values
-            if keys is not None and values is not None:  # Else the layer uses the keys and values of another.
+            if keys is not None and values is not None:  # Otherwise the layer uses the keys and values of another.
                 extracted[index] = pad(keys[row, :, :length], padding), pad(values[row, :, :length], padding)
         return extracted
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers: rows times columns in use (and at most twice 128 more), whatever was rejected."""
+        """Bytes of all buffers."""
         buffers = [b for layer in self.layers for b in (layer.keys, layer.values) if b is not None]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
@@ -221,10 +221,10 @@ def fill(cache: Cache, rows: dict[int, dict[int, KeyValues]], num_columns: int) 
     Puts rows that ended at different times into an ordinary cache.
 
     Args:
-        cache: The cache that the prompts were fed with. What it holds is replaced.
-        rows: For each index in the batch what [`RaggedCache.extract`] gave when the row ended. Padding columns, before a
-            row and behind one that ended early, hold zeros, where plain `generate` leaves what padding tokens gave.
-        num_columns: Columns that the cache gets; rows that hold more are cut.
+        cache: The cache of the pass over the prompts. Its contents are replaced.
+        rows: By index in the batch, the result of [`RaggedCache.extract`] when the row ended. Padding columns, before a
+        row and after one that ended early, become zeros, where plain `generate` has the states of padding tokens.
+        num_columns: Columns of the cache afterwards; longer rows are cut.
     """
     cache.reset()
     for layer in cache.layers:
@@ -238,5 +238,5 @@ def fill(cache: Cache, rows: dict[int, dict[int, KeyValues]], num_columns: int) 
 
 
 def _filled(states: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """`[H_kv, T, d]` with zeros behind, or cut, to `[H_kv, num_columns, d]`."""
+    """`[H_kv, T, d]`, padded with zeros at the end or cut to `[H_kv, num_columns, d]`."""
     return torch.nn.functional.pad(states, (0, 0, 0, num_columns - states.shape[1]))

@@ -1,9 +1,8 @@
-"""Our attention in the place of a target's own, for passes of rows only.
+"""Replaces a target's attention function by ours, for passes over rows of different lengths only.
 
 transformers lets every model look up its attention function, and the function that makes its masks, by the name in its
-configuration. Within [`attention_in_place`] a target's configuration names functions of this file. They act on passes
-that are [`following`] a plan; any other pass of the target, in the same thread or another, reaches the functions that the
-target had before.
+configuration. Within [`attention_in_place`], the target's configuration names functions of this file. These apply to passes
+within [`following`]; all other passes of the target, in the same thread or another, use the target's original functions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _plan: contextvars.ContextVar[RaggedPlan | None] = contextvars.ContextVar("dspar
 
 @contextlib.contextmanager
 def following(plan: RaggedPlan) -> Iterator[None]:
-    """Within the context, passes of this thread feed the tokens of `plan`, packed."""
+    """Within the context, passes of this thread run over the tokens of `plan`, packed."""
     token = _plan.set(plan)
     try:
         yield
@@ -38,17 +37,16 @@ def following(plan: RaggedPlan) -> Iterator[None]:
 
 
 def can_exchange_attention(model: PreTrainedModel) -> bool:
-    """Whether the target's attention goes through transformers' attention interface, where it can be exchanged."""
+    """Whether the target uses transformers' attention interface, so that its attention function can be exchanged."""
     return has_exchangeable_attention(model) and isinstance(attention_name(model.config), str)
 
 
 @contextlib.contextmanager
 def attention_in_place(model: PreTrainedModel) -> Iterator[None]:
     """
-    Within the context, passes of `model` that are [`following`] a plan attend by it, and all others as before.
+    Within the context, passes of `model` within [`following`] use our attention, and all others the original.
 
-    Contexts of one model may overlap, in any number of threads. When the last of them ends, its configurations are as
-    they were before the first.
+    Contexts of one model may overlap, in any number of threads. The configurations are restored when the last one ends.
     """
     with contextlib.ExitStack() as ending:
         for config in _attention_configs(model):
@@ -59,7 +57,7 @@ def attention_in_place(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass
 class _Exchanged:
-    """A configuration whose attention was exchanged, the name it had, and how many contexts need the exchange."""
+    """A configuration whose attention is exchanged, its original name of the attention, and the number of open contexts."""
 
     config: PreTrainedConfig
     name: str
@@ -67,7 +65,7 @@ class _Exchanged:
 
 
 _lock = threading.Lock()
-_exchanged: dict[int, _Exchanged] = {}  # By the identity of the configuration.
+_exchanged: dict[int, _Exchanged] = {}  # By the `id()` of the configuration.
 
 
 def _exchange(config: PreTrainedConfig) -> None:
@@ -90,20 +88,20 @@ def _put_back(config: PreTrainedConfig) -> None:
 
 
 def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configurations that the model's text layers read their attention from, and no others of a composite model."""
+    """The configurations from which the model's text layers read their attention implementation."""
     held = [model.config, *(getattr(module, "config", None) for module in model.get_decoder().modules())]
     distinct = {id(config): config for config in held if isinstance(config, PreTrainedConfig)}
     return [config for config in distinct.values() if isinstance(attention_name(config), str)]
 
 
 def _register(name: str) -> None:
-    """Functions that act in passes that follow a plan, and are the implementation `name` in all others."""
+    """Registers functions that use our attention in passes that follow a plan, and the implementation `name` in all others."""
 
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         plan = _plan.get()
         if plan is None:
             return attention_function(module, name)(module, *args, **kwargs)
-        if name == "sdpa":  # Which ignores them, in the versions of transformers that do not refuse them.
+        if name == "sdpa":  # transformers' sdpa ignores these arguments in some versions and refuses them in others.
             kwargs |= {"softcap": None, "s_aux": None}
         return ragged_attention(plan, module, *args, **kwargs)
 

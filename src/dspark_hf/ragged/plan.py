@@ -1,4 +1,4 @@
-"""Which tokens a pass feeds, to which rows they belong, and which rows are attended to together."""
+"""The plan of a pass: its tokens, the rows they belong to, and the rows whose attention is computed together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Rows that feed at most this many tokens may be attended to together. Beyond it, padding at most doubles a row's tokens.
+# Rows with at most this many tokens may form one group. Among longer rows, padding at most doubles a row's tokens.
 _FEW_TOKENS = 16
 
 
@@ -17,15 +17,15 @@ class Group:
     `R` rows whose attention is computed together, padded to `Q` queries each, over their first `S` columns.
 
     Args:
-        rows: Its rows in the buffers: a slice, or their indices `[R]`.
-        tokens: The places of its tokens among all tokens of the pass, `[n]`.
-        places: For each of its tokens the row, counted within the group, `[n]`.
-        slots: For each of its tokens the place among those that its row feeds, `[n]`.
-        query_columns: The column of each query, `[R, Q]`. Unused queries repeat the row's last token; a row that feeds
-            nothing has them at column 0.
-        span: `S`: columns of the longest row that feeds tokens, with the tokens that the pass adds.
-        is_even: Whether every row feeds `Q` tokens, so that padding changes nothing but the shape.
-        is_new: Whether no row that feeds tokens holds any from an earlier pass.
+        rows: Its rows of the buffers: a slice, or their indices `[R]`.
+        tokens: Indices of its tokens among all tokens of the pass, `[n]`.
+        places: For each token the index of its row within the group, `[n]`.
+        slots: For each token its index among the row's tokens of this pass, `[n]`.
+        query_columns: The column of each query, `[R, Q]`. Unused queries repeat the row's last token, or column 0 if the
+        row has no tokens in this pass.
+        span: `S`: columns of the longest row that has tokens in this pass, including these.
+        is_even: Whether every row has `Q` tokens, so that there are no unused queries.
+        is_new: Whether no row that has tokens in this pass had any before.
     """
 
     rows: slice | torch.Tensor
@@ -42,7 +42,7 @@ class Group:
         return self.query_columns.shape[1]
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
-        """`[R, Q, ...]` from what its tokens have, `[n, ...]`; zeros at unused queries."""
+        """From one entry per token `[n, ...]` to `[R, Q, ...]`, with zeros at unused queries."""
         shape = (*self.query_columns.shape, *states.shape[1:])
         if self.is_even:
             return states.reshape(shape)
@@ -51,11 +51,11 @@ class Group:
         return padded
 
     def unpad(self, states: torch.Tensor) -> torch.Tensor:
-        """What its tokens have, `[n, ...]`, from `[R, Q, ...]`."""
+        """From `[R, Q, ...]` to one entry per token, `[n, ...]`."""
         return states.flatten(0, 1) if self.is_even else states[self.places, self.slots]
 
     def columns_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Its rows' columns `[R, H, S, d]` of a buffer `[B, H, capacity, d]`: a view where its rows are contiguous."""
+        """Its rows' columns `[R, H, S, d]` of a buffer `[B, H, capacity, d]`: a view if its rows are contiguous."""
         return buffer[self.rows, :, : self.span]
 
     def to(self, device: torch.device) -> Group:
@@ -70,14 +70,14 @@ class Group:
 @dataclass(frozen=True)
 class RaggedPlan:
     """
-    The tokens of one pass: those of a row stand together, and the rows in order.
+    The tokens of one pass, ordered by row.
 
     Args:
         rows, columns: Row and column of each of the `N` tokens, `[N]`.
-        groups: The rows that are attended to together.
-        span: Columns of the longest row that feeds tokens, with the tokens that the pass adds.
-        counts: How many tokens each row feeds.
-        key_mask: False at columns that no token attends to, `[B, C]`; `None` where there are none.
+        groups: The rows whose attention is computed together.
+        span: Columns of the longest row that has tokens in this pass, including these.
+        counts: How many tokens each row has in this pass.
+        key_mask: False at columns that no token attends to, `[B, C]`; `None` if there are none.
     """
 
     rows: torch.Tensor
@@ -101,9 +101,9 @@ class RaggedPlan:
 
         Args:
             lengths: Columns in use of each of the `B` rows before the pass.
-            counts: Tokens that the pass feeds of each row. A row may feed none, but not all of them.
+            counts: New tokens of each row. Some rows may have none, but not all.
             key_mask: As above.
-            in_one_group: Whether all rows are attended to together, however much padding that takes.
+            in_one_group: Whether all rows form one group, however much padding that takes.
         """
         sizes = torch.tensor(counts)
         rows = torch.arange(len(counts)).repeat_interleave(sizes)
@@ -126,7 +126,7 @@ class RaggedPlan:
 
 
 def _alike(fed: list[int], counts: list[int]) -> list[list[int]]:
-    """The rows that feed about as many tokens, together: a block of drafts is not padded to the length of a prompt."""
+    """Groups rows with similar numbers of tokens, so that a block of drafts is not padded to the length of a prompt."""
     groups: list[list[int]] = []
     for row in sorted(fed, key=lambda row: counts[row]):
         if groups and counts[row] <= max(_FEW_TOKENS, 2 * counts[groups[-1][0]]):
@@ -139,7 +139,7 @@ def _alike(fed: list[int], counts: list[int]) -> list[list[int]]:
 def _group_of(
     members: list[int], lengths: list[int], counts: list[int], token_rows: torch.Tensor, token_slots: torch.Tensor
 ) -> Group:
-    # With at least half of all rows, taking in the others costs less than copying these rows' columns.
+    # If these are at least half of all rows, including the others costs less than copying the columns of these.
     members = sorted(members)
     rows = list(range(len(counts))) if 2 * len(members) >= len(counts) else members
     is_contiguous = rows[-1] - rows[0] == len(rows) - 1

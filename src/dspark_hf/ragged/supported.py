@@ -1,4 +1,4 @@
-"""Which targets can be fed rows of different lengths, and up to which length."""
+"""Which targets can process rows of different lengths in one pass, and up to which length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .target import LAYER_TYPES, RaggedTarget
 
 
 def length_limits(target: PreTrainedModel) -> dict[str, int]:
-    """Lengths in tokens, by what they are, from which on the rows of a pass would influence each other; usually none."""
+    """Lengths in tokens, by name, beyond which the rows of a pass would influence each other; usually there are none."""
     rope = rope_limit(target)
     limits = {"original RoPE length": rope.length if rope else None, "unscaled attention": _unscaled_length(target)}
     return {name: limit for name, limit in limits.items() if limit is not None}
@@ -22,9 +22,9 @@ def length_limits(target: PreTrainedModel) -> dict[str, int]:
 
 def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | None:
     """
-    Why `target` cannot be fed rows of up to `max_length` tokens that start from nothing; `None` where it can.
+    Why `target` cannot process new rows of up to `max_length` tokens in one pass; `None` if it can.
 
-    It needs keys and values in every layer, positions that come from rotary or learned embeddings, and rows within
+    It can if every layer caches keys and values, positions are rotary or learned embeddings, and rows stay within
     [`length_limits`].
     """
     config = target.config.get_text_config()
@@ -53,7 +53,7 @@ def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | No
 
 
 def _unscaled_length(target: PreTrainedModel) -> int | None:
-    """Tokens up to which Llama 4 does not scale its queries by their index in the pass, which it takes for a position."""
+    """Length up to which Llama 4 does not scale its queries by position. It would use the index in the pass instead."""
     config = target.config.get_text_config()
     is_scaled = getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale")
     return config.floor_scale - 1 if is_scaled else None

@@ -1,4 +1,4 @@
-"""A target that is fed tokens of several rows in one pass."""
+"""A target that processes tokens of several rows in one pass."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ logger = logging.get_logger(__name__)
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
-# Targets whose rows turned out not to be packable, and for those that pad rows, whether a trial gave the right logits.
+# Targets whose rows cannot be packed; and, for targets that pad rows, whether a trial gave the right logits.
 _not_packable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 _right_when_padded: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
 class RaggedTarget:
     """
-    Feeds a target the tokens of several rows that have different lengths, in one pass.
+    Runs a target over new tokens of several rows of different lengths, in one pass.
 
-    The tokens of all rows go through the target's linear layers packed in one sequence, and only its attention, exchanged
-    for ours, takes them apart. A target that does not allow this is fed rows padded to the longest of the pass: the same
-    output at a higher cost. Whether it is the same is tried once for each such target.
+    The tokens of all rows are packed into one sequence for the target's linear layers; only the attention, which is exchanged
+    for ours, treats rows separately. If a target does not allow that, its rows are padded to the longest of the pass: the same
+    output at a higher cost. Once per such target, a trial checks that the output really is the same.
 
     Args:
         model: The target.
@@ -59,18 +59,18 @@ class RaggedTarget:
             self._pad_rows("it does not use transformers' attention interface")
 
     def attention_in_place(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which the target can be fed; it may stay open for as long as the target is in use."""
+        """The context in which [`~RaggedTarget.feed`] can be called; it may stay open as long as the target is in use."""
         return contextlib.nullcontext() if self.cache.pads else attention_in_place(self.model)
 
     def feed(self, token_ids: torch.Tensor, counts: list[int], wants_logits: bool = True, **forward_kwargs: Any) -> Any:
         """
-        One pass of the target. The cache's lengths stay: the caller raises them by the tokens that are to stay.
+        One pass of the target. It does not change the lengths of the cache: the caller raises them by the tokens to keep.
 
         Args:
             token_ids: The new tokens of all rows, one row after the other, `[N]`.
             counts: How many of them belong to each row, possibly none.
-            wants_logits: Whether logits are to be computed; prompts need none.
-            forward_kwargs: For the target, `output_hidden_states` for instance.
+            wants_logits: Whether to compute logits; prompts need none.
+            forward_kwargs: Arguments of the target, such as `output_hidden_states`.
 
         Returns:
             The target's output. Its logits and hidden states have the shape `[1, N, ...]`.
@@ -117,7 +117,9 @@ class RaggedTarget:
     def _forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Any, forward_kwargs: dict[str, Any]
     ) -> Any:
-        if self._shares_keys:  # A number of tokens instead of their indices would let Gemma 4 drop the others' queries.
+        if (
+            self._shares_keys
+        ):  # With a number of tokens instead of indices, Gemma 4 would drop the queries of other tokens.
             all_tokens = torch.arange(input_ids.shape[1], device=input_ids.device)
             forward_kwargs = {"logits_to_keep": all_tokens} | forward_kwargs
         return self.model(
@@ -131,11 +133,11 @@ class RaggedTarget:
         )
 
     def _pad_rows(self, reason: str) -> None:
-        """From now on feeds padded rows, if that is right."""
+        """Switches to padded rows, if a trial gives the right logits."""
         self.cache.pads = True
         name = type(self.model).__name__
         if self.model not in _right_when_padded:
-            _right_when_padded[self.model] = True  # During the trial, which comes here as well.
+            _right_when_padded[self.model] = True  # For the trial itself, which calls this method too.
             _right_when_padded[self.model] = _is_right(self.model, len(self.cache.layers))
             if _right_when_padded[self.model]:
                 logger.warning_once(
@@ -151,7 +153,7 @@ class RaggedTarget:
 
 @torch.no_grad()
 def _is_right(model: PreTrainedModel, num_layers: int) -> bool:
-    """Whether two short rows that are fed together get the logits that each gets alone."""
+    """Whether two short rows in one pass get the same logits as each row alone."""
     ids = torch.arange(1, 11, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
     cache = RaggedCache(num_layers, 2)
     target = RaggedTarget(model, cache)
@@ -160,7 +162,7 @@ def _is_right(model: PreTrainedModel, num_layers: int) -> bool:
         cache.lengths = [3, 1]
         second = target.feed(ids[[3, 4, 7, 8, 9]], [2, 3]).logits[0]
         alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in ids.split([6, 4])])
-    except Exception:  # Whatever the model objects to, it does not take rows in this form.
+    except Exception:  # Any error means that the model does not support rows in this form.
         return False
     together = torch.cat([first[:3], second[:2], first[3:], second[2:]])
     alone = torch.cat([alone[:5], alone[6:]])
@@ -169,10 +171,10 @@ def _is_right(model: PreTrainedModel, num_layers: int) -> bool:
 
 def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
     """
-    For each type of the target's layers the mask function that says what a token attends to.
+    For each type of layer in the target, the mask function that says what a token attends to.
 
     Raises:
-        ValueError: for other types than [`LAYER_TYPES`].
+        ValueError: for layer types that are not in [`LAYER_TYPES`].
     """
     config = model.config.get_text_config(decoder=True)
     window: Any = getattr(config, "sliding_window", None)

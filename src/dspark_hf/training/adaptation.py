@@ -25,7 +25,7 @@ def warm_start(drafter: Drafter, **changes: Any) -> Drafter:
     The calibration of the confidences goes: it was of the old configuration.
 
     Raises:
-        ValueError: when the changed configuration contradicts itself, or the drafter has an LM head of its own, which
+        ValueError: when the changed configuration contradicts itself, or the drafter has a separate LM head, which
             another draft vocabulary would leave without weights.
     """
     config = drafter.config
@@ -34,7 +34,7 @@ def warm_start(drafter: Drafter, **changes: Any) -> Drafter:
         return drafter
     if "draft_vocab_size" in changes and config.has_lm_head:
         raise ValueError(
-            f"draft_vocab_size={changes['draft_vocab_size']} cannot be given to this drafter: it has an LM head of its own "
+            f"draft_vocab_size={changes['draft_vocab_size']} cannot be given to this drafter: it has a separate LM head "
             f"over {config.draft_vocab_size or config.vocab_size} tokens. Leave the option out, or load the drafter with "
             "borrow_embeddings=True and save it, which makes it use the target's head."
         )

@@ -27,7 +27,7 @@ class DSparkConfig(DecoderDrafterConfig):
         block_size (`int`): Tokens the backbone sees in one pass: the anchor and `block_size - 1` masks.
         mask_token_id (`int`): Token id at the masked slots.
         sample_from_anchor (`bool`):
-            `True`: slot 0, the anchor's own, predicts too, so a block gives `block_size` drafts (DeepSpec layout).
+            `True`: the anchor's slot 0 predicts too, so a block gives `block_size` drafts (DeepSpec layout).
             `False`: slot 0 predicts nothing and a block gives `block_size - 1` drafts (z-lab layout).
         is_causal (`bool`, *optional*):
             Whether block slots see only earlier slots. `None`: sliding layers are causal, full layers are not.
@@ -35,7 +35,7 @@ class DSparkConfig(DecoderDrafterConfig):
         markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
         enable_confidence_head (`bool`): Whether a confidence head predicts each slot's acceptance.
         confidence_head_with_markov (`bool`): Whether it also reads the previous token's Markov embedding.
-        has_mask_embedding (`bool`): Masked slots start from a vector of the drafter's own (MiMo).
+        has_mask_embedding (`bool`): Masked slots start from a learned vector instead of an embedding row (MiMo).
         sandwich_norms (`bool`): Norms before and after both attention and MLP (Gemma), instead of before only.
         layer_scalar (`bool`): Each layer ends by multiplying with its stored scalar.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
@@ -101,11 +101,11 @@ class DSparkConfig(DecoderDrafterConfig):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts one block gives: `block_size`, or one fewer when the anchor's own slot predicts nothing."""
+        """Drafts per block: `block_size`, or one fewer when the anchor's slot predicts nothing."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def layer_is_causal(self, layer_idx: int) -> bool:
-        """Whether block slots of this layer see only earlier slots."""
+        """Whether a block slot of this layer sees only itself and earlier slots."""
         if self.is_causal is not None:
             return self.is_causal
         return self.layer_types[layer_idx] == "sliding_attention"
@@ -116,7 +116,7 @@ class DSparkConfig(DecoderDrafterConfig):
 
     @classmethod
     def needs_mask_token(cls, block_size: int) -> bool:
-        """Whether a block of this size has slots other than the anchor's, which need a token of their own."""
+        """Whether a block of this size has masked slots, which need a token id."""
         return block_size > 1
 
     def describe(self) -> dict[str, str]:
@@ -144,7 +144,7 @@ class DSparkConfig(DecoderDrafterConfig):
         return f"{head}, confidence head{reads}"
 
     def changed(self, **changes: Any) -> DSparkConfig:
-        """As in [`DrafterConfig`]; a first sequential head brings a confidence head along."""
+        """As in [`DrafterConfig`]. Adding a sequential head to a drafter without one also adds a confidence head."""
         implied: dict[str, Any] = {}
         if changes.get("markov_rank") and not self.markov_rank:
             implied = {"enable_confidence_head": True, "confidence_head_with_markov": True}
@@ -158,7 +158,7 @@ class DSparkConfig(DecoderDrafterConfig):
         if self.block_size >= 1 and self.num_draft_tokens < 1:
             yield f"block_size={self.block_size} with sample_from_anchor={self.sample_from_anchor} drafts nothing."
         if self.mask_token_id is None and self.needs_mask_token(self.block_size):
-            yield "mask_token_id is missing: the masked slots of a block need a token of their own."
+            yield "mask_token_id is missing: the masked slots of a block need a token id that no text contains."
         elif self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             yield f"mask_token_id={self.mask_token_id} is outside the vocabulary of {self.vocab_size} tokens."
         ends = self.eos_token_id if isinstance(self.eos_token_id, list) else [self.eos_token_id]
@@ -206,8 +206,8 @@ class DSparkConfig(DecoderDrafterConfig):
             block_size, num_hidden_layers, markov_rank: As in the class.
             target_layer_ids (`list[int]`, *optional*): Tapped layers; five evenly spread ones by default.
             mask_token_id (`int`, *optional*):
-                Token at the masked slots, one that no text produces. By default a row of the embedding above the
-                tokenizer's last id, and without a tokenizer the one known for the target's family.
+                Token id at the masked slots, which no text may contain. By default an embedding row above the tokenizer's
+                last id, or, without a tokenizer, the id known for the target's family.
             tokenizer (*optional*): The target's.
 
         Raises:
@@ -229,14 +229,14 @@ class DSparkConfig(DecoderDrafterConfig):
 
 def free_token_id(text: PreTrainedConfig, tokenizer: Any = None) -> int:
     """
-    A token id that no text produces.
+    A token id that no text contains.
 
     Args:
         text: The target's (text) configuration.
         tokenizer: The target's, where there is one.
 
     Raises:
-        ValueError: when none is known.
+        ValueError: when no such id is known.
     """
     known = {"gemma3_text": 4, "gemma4_text": 4, "qwen3": 151669, "qwen3_moe": 151669}
     candidates = [

@@ -1,4 +1,4 @@
-"""The light heads on the backbone: the sequential head (paper section 3.2) and the confidence head (section 3.3)."""
+"""The small heads on the backbone: the sequential head (paper section 3.2) and the confidence head (section 3.3)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class SequentialHead(nn.Module):
             state: The recurrent state before the slot, `[..., r]`; `None` at the start of a block.
 
         Returns:
-            The features `f_k` `[..., r]`, of which `markov_w2` makes the transition bias, and the state after the slot
-            (`None` for a head without one).
+            The features `f_k` `[..., r]`, which `markov_w2` maps to the transition bias, and the state after the slot
+            (`None` for a head without a state).
         """
         embedding = self.markov_w1(previous_ids)  # [..., r]
         if self.head_type == "vanilla":
@@ -63,7 +63,7 @@ class SequentialHead(nn.Module):
 
     def features(self, previous_ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """
-        All slots at once, where the token before each slot is known (training, and scoring given drafts).
+        The features of all slots at once, when the token before each slot is known (training, and scoring given drafts).
 
         Args:
             previous_ids: `[..., G]`.
@@ -87,10 +87,10 @@ class SequentialHead(nn.Module):
 
 class ConfidenceHead(nn.Module):
     """
-    Predicts, for each slot, the probability that its draft passes given that all before it passed.
+    Predicts, for each slot, the probability that its draft is accepted given that all drafts before it are.
 
-    It reads `h_k` and, optionally, the Markov embedding of `x_{k-1}`; never `x_k`, so cutting on it keeps the output
-    distribution exact (paper section 3.3).
+    It reads `h_k` and, optionally, the Markov embedding of `x_{k-1}`, but never `x_k`. So ending a draft where the confidence
+    is low leaves the distribution of the output exact (paper section 3.3).
     """
 
     def __init__(self, config: DSparkConfig):

@@ -1,6 +1,6 @@
-"""Which slot layout a drafter was really trained in, found by drafting both ways with its target.
+"""Finds out which slot layout a drafter was trained in, by drafting in both layouts with its target.
 
-A drafter read in the wrong layout loads cleanly, drafts text one position off and is never accepted.
+A drafter in the wrong layout loads without an error, drafts tokens that are one position off, and is never accepted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .modeling_dspark import DSparkDrafter
 @dataclass
 class LayoutProbe:
     """
-    How many drafts of a block are right in each layout. Prints as a sentence.
+    How many drafts of a block are right in each layout. `str()` gives a sentence.
 
     Args:
         declared: The layout the configuration says (`sample_from_anchor`).
         acceptance:
-            For each layout, the drafts of a block that were right before the first wrong one, on average. Only as many count
-            as the layout with fewer drafts has.
+            For each layout, the mean number of drafts of a block that were right before the first wrong one. Only as many
+            drafts are counted as the layout with fewer drafts has.
         standard_error: Of the difference between the two.
         num_blocks: Blocks drafted in each layout.
     """
@@ -50,12 +50,10 @@ class LayoutProbe:
         if self.is_mislabelled:
             return f"{measured} The file is mislabelled: load it with config.sample_from_anchor = {not self.declared}."
         if max(declared, other) < 0.1:
-            return (
-                f"{measured} Neither accepts anything: it is not the layout that is wrong, or this is not its target."
-            )
+            return f"{measured} Nothing is accepted in either: something else is wrong, or this is not the drafter's target."
         if declared - other > 3 * self.standard_error:
             return f"{measured} The declared layout is right."
-        return f"{measured} That does not tell which is right: try more prompts of the kind it was trained on."
+        return f"{measured} The difference is too small to decide: try more prompts of the kind it was trained on."
 
 
 @torch.no_grad()
@@ -63,7 +61,7 @@ def probe_layout(
     drafter: DSparkDrafter, target: GenerativeModel, prompts: Sequence[torch.Tensor], max_new_tokens: int = 64
 ) -> LayoutProbe:
     """
-    Drafts along the target's own greedy continuations, with the anchor's slot predicting and without.
+    Drafts along the target's greedy continuations, in both layouts.
 
     ```python
     >>> prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]  # doctest: +SKIP
@@ -73,8 +71,8 @@ def probe_layout(
     Args:
         drafter: The drafter, in either layout.
         target: Its target.
-        prompts: Token ids, each `[1, P]`. A few of the kind the drafter was trained on are enough.
-        max_new_tokens: Tokens to continue each prompt by; a block is drafted at every one.
+        prompts: Token ids, each `[1, P]`. A few prompts of the kind the drafter was trained on are enough.
+        max_new_tokens: Tokens to continue each prompt by; a block is drafted at each of them.
 
     Raises:
         ValueError: when the block has a single slot, so that only one layout is possible, or nothing could be drafted.
@@ -114,7 +112,7 @@ def _block_hidden_states(
 ) -> torch.Tensor:
     """Normed hidden states of the block whose anchor is at position `anchor`, `[1, G, D]`."""
     config = drafter.config
-    assert config.mask_token_id is not None, "blocks of several slots have one"
+    assert config.mask_token_id is not None, "blocks of several slots have a mask token"
     block_ids = torch.full((1, config.block_size), config.mask_token_id, device=anchor_ids.device)
     block_ids[:, 0] = anchor_ids
     positions = anchor + torch.arange(config.block_size, device=anchor_ids.device)[None]

@@ -29,7 +29,7 @@ from .heads import ConfidenceHead, SequentialHead
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
-    """A decoder layer of the target's family over block states, with context injected into its attention."""
+    """A decoder layer over block states, with context keys and values injected into its attention."""
 
     layer_scalar: torch.Tensor
 
@@ -69,7 +69,7 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
 
 class DSparkDrafter(Drafter):
     """
-    Drafts a block of tokens for a target model from the target's own hidden states (paper section 3).
+    Drafts a block of tokens for a target model from the target's hidden states (paper section 3).
 
     ```python
     >>> import dspark_hf
@@ -79,8 +79,8 @@ class DSparkDrafter(Drafter):
     >>> target.generate(**inputs, assistant_model=drafter)  # doctest: +SKIP
     ```
 
-    Its `generation_config` holds transformers' own knobs for assisted generation: `num_assistant_tokens` (drafts a
-    round) and `assistant_confidence_threshold` (a round's drafts end before the first less confident slot).
+    Its `generation_config` holds transformers' settings for assisted generation: `num_assistant_tokens` (drafts per
+    round) and `assistant_confidence_threshold` (drafting stops at the first slot below this confidence).
     """
 
     config_class = DSparkConfig
@@ -135,7 +135,7 @@ class DSparkDrafter(Drafter):
     def draft_logits(
         self, hidden_states: torch.Tensor, features: torch.Tensor | None, embeddings: SharedEmbeddings
     ) -> torch.Tensor:
-        """Base logits, soft-capped where configured, plus the transition bias, which is not."""
+        """Base logits, soft-capped if configured, plus the transition bias, which is never soft-capped."""
         logits = self.base_logits(hidden_states, embeddings)
         if features is None:
             return logits
@@ -160,12 +160,12 @@ class DSparkDrafter(Drafter):
         layers = {
             "sliding layers": "sliding_attention" in config.layer_types,
             "causal layers": any(map(config.layer_is_causal, range(config.num_hidden_layers))),
-            "a vector of its own at masked slots": config.has_mask_embedding,
+            "a learned vector at masked slots": config.has_mask_embedding,
         }
         logits = {
             "a sequential head": self.markov_head is not None,
             "a draft vocabulary": bool(config.draft_vocab_size),
-            "an LM head of its own": config.has_lm_head,
+            "a separate LM head": config.has_lm_head,
             "scaled or capped logits": bool(config.final_logit_softcapping) or config.logit_scale != 1.0,
         }
         return [reason for reason, holds in (layers if heads_elsewhere else layers | logits).items() if holds]
@@ -212,7 +212,7 @@ class DSparkDrafter(Drafter):
 
         Args:
             block_ids: `[anchor, MASK, ..., MASK]` of every block, `[B, Q]` with `Q` a multiple of the block size.
-            position_ids: Absolute positions of the slots, `[B, Q]`: slot `k` of a block is at its anchor's `+ k`.
+            position_ids: Absolute positions of the slots, `[B, Q]`: slot `k` of a block is at the anchor's position `+ k`.
             context_features: Tapped hidden states, `[B, T, m * D_target]`, when no `draft_cache` holds them.
             context_position_ids: Their absolute positions, `[B, T]`; `0..T-1` by default.
             attention_mask: Boolean mask `[B, 1, Q, T + Q]` (True = keep), a `BlockMask`, or one of either per layer
@@ -248,7 +248,7 @@ class DSparkDrafter(Drafter):
         anchor_positions: torch.Tensor,
         keep_anchors: torch.Tensor,
     ) -> dict[str, Any]:
-        """As in [`Drafter`]: the blocks of all anchors side by side, and a mask that lets none see another."""
+        """As in [`Drafter`]: the blocks of all anchors side by side, with a mask that hides them from each other."""
         return {
             **self.block_inputs(input_ids, anchor_positions),
             "attention_mask": self.training_masks(attention_mask, anchor_positions, keep_anchors),
@@ -256,7 +256,7 @@ class DSparkDrafter(Drafter):
 
     def block_inputs(self, input_ids: torch.Tensor, anchor_positions: torch.Tensor) -> dict[str, torch.Tensor]:
         """
-        Blocks of an anchor and masks, from the anchor's position on.
+        The blocks `[anchor, MASK, ..., MASK]` of all anchors and their positions.
 
         Args:
             input_ids: `[B, T]`.
@@ -275,7 +275,7 @@ class DSparkDrafter(Drafter):
     def training_masks(
         self, attention_mask: torch.Tensor, anchor_positions: torch.Tensor, keep_anchors: torch.Tensor
     ) -> dict[str, Any]:
-        """The attention mask of each layer type: dense, or a `BlockMask` where the drafter runs `flex_attention`."""
+        """The attention mask of each layer type: dense, or a `BlockMask` if the drafter uses `flex_attention`."""
         masks: dict[str, Any] = {}
         attention_mask = attention_mask.bool()
         size = self.config.block_size

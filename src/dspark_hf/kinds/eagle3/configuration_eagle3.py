@@ -15,7 +15,7 @@ class Eagle3Config(DecoderDrafterConfig):
     Args:
         block_size (`int`): Tokens drafted per round, one after the other, and steps unrolled in training (paper: 7).
         target_layer_ids (`list[int]`):
-            Tapped target layers. The EAGLE-3 paper fuses three; comparisons with DSpark take the same five for both.
+            Tapped target layers. The EAGLE-3 paper uses three; for comparisons with DSpark, use the same five for both.
         norm_before_residual (`bool`):
             The residual stream of the layer starts from the normed state instead of the state itself.
 

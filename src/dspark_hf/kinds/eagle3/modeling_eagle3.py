@@ -1,10 +1,10 @@
 """
-The EAGLE-3 drafter: one decoder layer that reads its own last state and the token drafted from it, one token at a time.
+The EAGLE-3 drafter: one decoder layer that drafts token by token, each from its previous state and the token before.
 
-The state that goes with position `t` starts as the target's fused features of `t`; its token is the one AFTER `t`, and its
-rotary position is `t`. So the first draft of a round comes from the features just before the anchor and the anchor
-itself; each further draft from the state of the draft before it and that draft. Only fused features are ever kept as
-context, never a draft's own states.
+The input at position `t` is a state and a token: the target's fused features of token `t`, and the embedding of token `t + 1`.
+Its rotary position is `t`. So the first draft of a round is computed from the features of the token before the anchor and
+from the anchor; each further draft from the drafter's state at the draft before it and from that draft. Only entries made
+from fused features stay in the cache, never those made from the drafter's states.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .configuration_eagle3 import Eagle3Config
 
 
 class Eagle3DecoderLayer(GradientCheckpointingLayer):
-    """A decoder layer whose attention reads a token's embedding beside the state that the token goes with."""
+    """A decoder layer whose attention reads the embedding of a token concatenated with the state for that position."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -46,7 +46,7 @@ class Eagle3DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def key_values(self, embedded: torch.Tensor, hidden_states: torch.Tensor, angles: RotaryAngles) -> KeyValues:
-        """Keys and values `[B, H_kv, T, head_dim]` of tokens and states that are context only, both `[B, T, D]`."""
+        """Keys and values `[B, H_kv, T, head_dim]` of context, from token embeddings and states, both `[B, T, D]`."""
         inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden_states)], dim=-1)
         return self.self_attn.key_values(inputs, angles)
 
@@ -58,7 +58,7 @@ class Eagle3DecoderLayer(GradientCheckpointingLayer):
         context: KeyValues | DraftCache | None,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Tokens and the states they go with, both `[B, Q, D]` -> the states after them `[B, Q, D]`."""
+        """The next states `[B, Q, D]` from token embeddings and states, both `[B, Q, D]`."""
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.norm_before_residual else hidden_states
         inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)  # [B, Q, 2 D]
@@ -94,7 +94,7 @@ class Eagle3Drafter(Drafter):
 
     @property
     def passes_per_round(self) -> int:
-        """One for each draft."""
+        """One pass per draft."""
         return self.config.num_draft_tokens
 
     # ------------------------------------------------------------------ drafting
@@ -139,10 +139,10 @@ class Eagle3Drafter(Drafter):
         One step of a draft.
 
         Args:
-            token_ids: The anchor, then the draft before, `[B]`.
-            states: The fused state before the anchor, then what the step before returned, `[B, D]`.
+            token_ids: The anchor at the first step, the previous draft at later ones, `[B]`.
+            states: The fused state before the anchor at the first step, the output of the previous step later, `[B, D]`.
             position_ids: Absolute positions of the states, `[B]`.
-            cache: Context, and the steps before this one; set its `num_steps` to 0 ahead of the first.
+            cache: The context and the earlier steps of this draft; set its `num_steps` to 0 before the first step.
             embeddings: What to embed with; the last bound by default.
 
         Returns:
@@ -177,11 +177,12 @@ class Eagle3Drafter(Drafter):
         objective: Callable[[Eagle3Drafter, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]] | None = None,
     ) -> DrafterOutput:
         """
-        The training-time test: from each anchor, `block_size` steps that read their own states and the true tokens.
+        The training-time test of EAGLE-3: from each anchor `block_size` steps, each reading the previous step's state and the
+        true token.
 
-        A step sees the fused features of all tokens before its anchor and the earlier steps of its own chain, which is
-        exactly what it will see when it drafts. Chains of other anchors are invisible, so computing some anchors
-        gives what computing every position would give there.
+        A step sees the fused features of all tokens before its anchor and the earlier steps of the same chain, exactly as
+        when drafting. Chains do not see each other, so training on a subset of the anchors gives each the same result as
+        training on all positions.
 
         Args:
             input_ids: `[B, T]`.
@@ -192,14 +193,14 @@ class Eagle3Drafter(Drafter):
                 gathered; returns the loss and a dictionary of metrics.
 
         Returns:
-            Normed hidden states `[B, A * block_size, D]`: draft `j` of an anchor is predicted by the `j`-th of its own.
+            Normed hidden states `[B, A * block_size, D]`, `block_size` per anchor; the `j`-th predicts draft `j`.
         """
         embeddings = embeddings or self.bind()
         layer, length = self.layers[0], input_ids.shape[1]
         fused = self.project_context(context_features)  # [B, T, D]
         embedded = embeddings.embed(input_ids, like=self.norm.weight)
         positions = torch.arange(length, device=fused.device)[None]
-        following = embedded.roll(-1, dims=1)  # The last token's is wrong, and no anchor comes after it.
+        following = embedded.roll(-1, dims=1)  # The last token gets a wrong successor, but no anchor comes after it.
         context = layer.key_values(following, fused, self.rotary_emb(fused, positions))
 
         starts = (anchor_positions - 1).clamp_min(0)  # [B, A]
