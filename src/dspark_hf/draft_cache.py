@@ -110,8 +110,10 @@ class DraftCache:
 def _grown(old: torch.Tensor, capacity: int, dim: int, device: torch.device) -> torch.Tensor:
     shape = list(old.shape)
     shape[dim] = capacity
-    new = old.new_zeros(shape, device=device)
-    new.narrow(dim, 0, old.shape[dim]).copy_(old)
+    # Made in inference mode, they could not be written to outside of it, where a later call may continue.
+    with torch.inference_mode(False), torch.no_grad():
+        new = torch.zeros(shape, dtype=old.dtype, device=device)
+        new.narrow(dim, 0, old.shape[dim]).copy_(old)
     return new
 
 

@@ -106,6 +106,25 @@ def has_device_hook(module: torch.nn.Module) -> bool:
     return hasattr(module, "_hf_hook")
 
 
+def has_hooks(model: torch.nn.Module) -> bool:
+    """
+    Whether hooks see or move what the model computes: somebody's, or accelerate's. Those by which transformers returns hidden
+    states do not count.
+    """
+    everywhere = torch.nn.modules.module
+    hooks = [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
+    for module in model.modules():
+        hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if has_device_hook(module):
+            return True
+    return any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks)
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the model or a module in it is compiled, by `module.compile()` or `torch.compile(module)`."""
+    return any(module._compiled_call_impl is not None or uncompiled(module) is not None for module in model.modules())
+
+
 def has_own_adapter(model: Any) -> bool:
     """Whether the model has an adapter from `add_adapter`, which does not make it a PEFT model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..rope_limit import RopeLimit, rope_limit
 from ..scheduling import NoBackoff, RowsBackoff, VerifyScheduler
-from ..transformers_names import GenerativeModel, is_callers_cache, pad_token_of
+from ..transformers_names import GenerativeModel, pad_token_of
 from .batch_steps import BatchSteps
 from .candidate_generator import Draft, DrafterCandidateGenerator
 from .context_memory import remember
@@ -73,15 +73,10 @@ class Call:
     generation_config: GenerationConfig
     rows: list[int]
 
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether the target's cache is used after the call."""
-        return bool(self.generation_config.return_dict_in_generate) or is_callers_cache(self.prompt.cache)
-
     def begin_rounds(self) -> None:
         """Called once the prompts are fed and each row has its first token."""
         if len(self.outputs) > 1:
-            self.target = RowsTargetPass(self.prompt, self.keeps_cache)
+            self.target = RowsTargetPass(self.prompt, self.prompt.keeps_cache)
         self.drop_finished_rows()
 
     def max_drafts(self, row: int) -> int:
@@ -138,7 +133,7 @@ class Call:
         """What plain `generate` would return. With one row, the drafter's context is kept for a call that continues it."""
         ids = [output.ids for output in self.outputs]
         are_all_known = ids[0].shape[1] == self.prompt.past_length + 1  # Every token in the cache has its id here.
-        if len(ids) == 1 and are_all_known and self.keeps_cache:
+        if len(ids) == 1 and are_all_known and self.prompt.keeps_cache:
             context = self.generator.context.complete(ids)
             remember(self.prompt.cache, self.generator.drafter, ids[0][:, :-1], context)
         pad_token_id, returned = pad_token_of(self.generation_config), [output.returned for output in self.outputs]

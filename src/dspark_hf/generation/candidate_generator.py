@@ -105,9 +105,10 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         if num_drafts <= 0:
             return no_draft(len(input_ids))
         input_ids = [ids.to(self.drafter.device) for ids in input_ids]
-        self.context.get_ready(input_ids)
-        hidden_states, base_logits = self.backbone_pass(input_ids, num_drafts)
-        return self.sequential_stage(input_ids, hidden_states, base_logits, max_drafts)
+        with self.context.mode():
+            self.context.get_ready(input_ids)
+            hidden_states, base_logits = self.backbone_pass(input_ids, num_drafts)
+            return self.sequential_stage(input_ids, hidden_states, base_logits, max_drafts)
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keeps only these of the rows still being decoded."""

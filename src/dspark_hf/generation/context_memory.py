@@ -34,8 +34,6 @@ def recall(cache: Cache, drafter: Drafter, token_ids: torch.Tensor) -> DraftCach
     owner, known_ids, draft_cache = _memories.pop(cache, (None, None, None))
     if owner is None or owner() is not drafter or known_ids is None or draft_cache is None:
         return None
-    if draft_cache.positions.is_inference() and not torch.is_inference_mode_enabled():
-        return None  # Buffers made in inference mode cannot be written outside it.
     length = token_ids.shape[1]
     if known_ids.shape[1] < length or not torch.equal(known_ids[:, :length], token_ids):
         return None

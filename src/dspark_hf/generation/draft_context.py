@@ -8,6 +8,7 @@ import torch
 
 from ..draft_cache import DraftCache
 from ..drafter import Drafter
+from .pass_mode import pass_mode
 from .telemetry import stage
 
 _MAX_PENDING = 256  # Rounds whose features are kept before they are projected.
@@ -28,12 +29,14 @@ class DraftContext:
         first_positions (`list[int]`):
             Position of each row's first context token. Not 0 when the target's cache holds tokens whose features are not
             available.
+        mode (`PassMode`): The context for what the drafter computes.
     """
 
     def __init__(self, drafter: Drafter, num_rows: int = 1):
         self.drafter = drafter
         self.cache = drafter.new_cache(num_rows)
         self.first_positions = [0] * num_rows
+        self.mode = pass_mode(drafter)
         self._pending: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
 
     def add(self, context_features: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
@@ -68,7 +71,7 @@ class DraftContext:
         """Projects the collected features."""
         if not any(self._pending):
             return
-        with stage("context features"):
+        with stage("context features"), self.mode():
             self._project([torch.cat(pending).to(self.drafter.device) for pending in self._pending])
         self._pending = [[] for _ in self._pending]
 
@@ -88,9 +91,12 @@ class DraftContext:
 
     def next_positions(self, num_tokens: int) -> torch.Tensor:
         """Absolute positions of the `num_tokens` tokens after each row's context, `[B, num_tokens]`."""
-        lengths = zip(self.cache.lengths, self.first_positions, strict=True)
-        starts = torch.tensor([length + first for length, first in lengths], device=self.drafter.device)
-        return starts[:, None] + torch.arange(num_tokens, device=starts.device)
+        lengths, device = zip(self.cache.lengths, self.first_positions, strict=True), self.drafter.device
+        starts = [length + first for length, first in lengths]
+        if len(set(starts)) == 1:
+            return torch.arange(starts[0], starts[0] + num_tokens, device=device).expand(len(starts), -1)
+        starts_there = torch.tensor(starts).to(device, non_blocking=True)  # Waits for nothing, unlike `device=`.
+        return starts_there[:, None] + torch.arange(num_tokens, device=device)
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keeps only these of the rows."""

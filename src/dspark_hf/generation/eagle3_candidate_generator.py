@@ -78,7 +78,8 @@ class Eagle3Context(DraftContext):
     def complete(self, input_ids: Sequence[torch.Tensor]) -> DraftCache:
         self.project()
         self._skip_tokens_without_id(input_ids)
-        self._extend_cache(input_ids, [len(states) for states in self.states])
+        with self.mode():
+            self._extend_cache(input_ids, [len(states) for states in self.states])
         return self.cache
 
     def keep_rows(self, rows: list[int]) -> None:

@@ -15,6 +15,7 @@ from ..scheduling import VerifyScheduler
 from ..transformers_names import GenerativeModel
 from .call import DraftOptions, prepare_call
 from .loop import decode
+from .pass_mode import make_ordinary
 
 
 @torch.no_grad()
@@ -67,4 +68,5 @@ def dspark_generate(
         prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
         call = prepare_call(*prepared, drafter, streamer, options, model_kwargs)
         ending.callback(call.prompt.end)
+        ending.callback(make_ordinary, call.generator.drafter)
         return decode(call, input_ids)

@@ -70,9 +70,11 @@ class RowsTargetPass:
         ]
         counts = [len(ids) for ids in fed_ids]
         wanted = True if self._wants_all_states else output_hidden_states(self.hidden_state_indices)
-        raw = self._target.feed(torch.cat(fed_ids), counts, output_hidden_states=wanted)
+        fed = torch.cat(fed_ids)
+        with self._prompt.mode():
+            raw = self._target.feed(fed, counts, output_hidden_states=wanted)
         features = context_features(raw, self.hidden_state_indices).split(counts, dim=1)
-        logits = raw.logits.to(device=device, dtype=torch.float32).split(counts, dim=1)
+        logits = raw.logits.to(device=device, dtype=torch.float32, copy=True).split(counts, dim=1)
         states = [state.split(counts, dim=1) for state in raw.hidden_states] if self._wants_all_states else []
         of_rows: list[Any] = list(zip(*states, strict=True)) or [None] * len(counts)
         rows = zip(logits, features, of_rows, strict=True)

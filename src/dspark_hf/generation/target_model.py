@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, GenerationConfig
 
-from ..transformers_names import CACHE_KEY, GenerativeModel, context_features, output_hidden_states
+from ..transformers_names import (
+    CACHE_KEY,
+    GenerativeModel,
+    context_features,
+    is_callers_cache,
+    output_hidden_states,
+)
+from .pass_mode import PassMode, pass_mode
 from .requirements import refuse
 from .telemetry import stage
 
@@ -48,7 +56,8 @@ class TargetModel:
         cache (`Cache`): The target's cache.
         forgets_context (`bool`):
             Whether the model has discarded its cache, so that each pass runs over the whole sequence: Phi-3 does so at a
-            certain certain length, in older versions of transformers.
+            certain length, in older versions of transformers.
+        mode (`PassMode`): The context for its passes once the prompt is fed.
 
     Raises:
         ValueError: when the target's cache is off.
@@ -65,6 +74,17 @@ class TargetModel:
         if cache is None or not self.model_kwargs.get("use_cache", True):
             refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
         self.cache: Cache = cache
+        self.mode: PassMode = contextlib.nullcontext if self._shows_states else pass_mode(self.model)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the cache outlives the call."""
+        return bool(self.generation_config.return_dict_in_generate) or is_callers_cache(self.cache)
+
+    @property
+    def _shows_states(self) -> bool:
+        config = self.generation_config
+        return bool(config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions))
 
     @property
     def past_length(self) -> int:
@@ -107,7 +127,8 @@ class TargetModel:
             "output_hidden_states"
         ):  # The user did not ask for hidden states, so only the tapped ones are requested, if transformers supports that.
             inputs["output_hidden_states"] = output_hidden_states(self.hidden_state_indices)
-        with stage("target pass"):
+        # The prompt's pass may leave tensors for later calls, such as those of a static cache.
+        with stage("target pass"), contextlib.nullcontext() if is_first_iteration else self.mode():
             raw = self.model(**inputs, return_dict=True)
         if kwargs.get("use_cache", True):
             self._continue_with(raw.get(CACHE_KEY), input_ids.shape[1])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..transformers_names import extended_model_kwargs
+from .pass_mode import make_ordinary
 from .rollback import Rollback
 from .target_model import TargetModel, TargetOutput
 from .telemetry import stage
@@ -65,7 +66,8 @@ class TargetPass(TargetModel):
             num_committed: Tokens that the pass added to the output.
         """
         with stage("cache handling"):
-            self._rollback.take_back(self._num_fed - num_committed[0])
+            with self.mode():
+                self._rollback.take_back(self._num_fed - num_committed[0])
             self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed[0])
 
     def keep_rows(self, rows: list[int]) -> None:
@@ -80,3 +82,4 @@ class TargetPass(TargetModel):
         """Leaves the target and its cache as they were before the call."""
         self.ending.close()
         self._rollback.end()
+        make_ordinary(self.model, self.cache if self.keeps_cache else None)
