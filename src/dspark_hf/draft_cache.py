@@ -27,8 +27,10 @@ class DraftCache:
         self.lengths = [0] * num_rows
         self.num_steps = 0
         self.positions = torch.zeros(num_rows, 0, dtype=torch.long)
+        # Views of one buffer `[2, L, B, H_kv, capacity, head_dim]`.
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._buffer: torch.Tensor | None = None
 
     @property
     def max_length(self) -> int:
@@ -49,16 +51,28 @@ class DraftCache:
             position_ids: Their absolute positions, `[B, T]`.
             counts: Tokens to keep of each row; all of them by default.
         """
-        num_new = position_ids.shape[1]
-        counts = [num_new] * self.num_rows if counts is None else counts
-        self._reserve(max(n + c for n, c in zip(self.lengths, counts, strict=True)), key_values)
+        keys, values = (torch.stack(states) for states in zip(*key_values, strict=True))
+        self.append_stacked(keys, values, position_ids, counts)
+
+    def append_stacked(
+        self, keys: torch.Tensor, values: torch.Tensor, position_ids: torch.Tensor, counts: list[int] | None = None
+    ) -> None:
+        """
+        Adds context, given of all layers together.
+
+        Args:
+            keys, values: `[L, B, H_kv, T, head_dim]`.
+            position_ids, counts: As in [`~DraftCache.append`].
+        """
+        counts = [position_ids.shape[1]] * self.num_rows if counts is None else counts
+        self._reserve(max(n + c for n, c in zip(self.lengths, counts, strict=True)), keys[0])
+        assert self._buffer is not None
         for row, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
-            if not count:
-                continue
-            self.positions[row, start : start + count] = position_ids[row, :count]
-            for layer, (keys, values) in enumerate(key_values):
-                self._keys[layer][row, :, start : start + count] = keys[row, :, :count]  # type: ignore[index]
-                self._values[layer][row, :, start : start + count] = values[row, :, :count]  # type: ignore[index]
+            if count:
+                end = start + count
+                self.positions[row, start:end] = position_ids[row, :count]
+                self._buffer[0, :, row, :, start:end] = keys[:, row, :, :count]
+                self._buffer[1, :, row, :, start:end] = values[:, row, :, :count]
         self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
 
     def with_block(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,8 +88,7 @@ class DraftCache:
             `r` are unused, so the attention mask has to exclude them.
         """
         start, size = self.max_length + self.num_steps, keys.shape[2]
-        if self._keys[layer] is None or self._keys[layer].shape[2] < start + size:  # type: ignore[union-attr]
-            self._reserve(start + size, [(keys, values)] * len(self._keys))
+        self._reserve(start + size, keys)
         key_buffer, value_buffer = self._keys[layer], self._values[layer]
         assert key_buffer is not None and value_buffer is not None
         key_buffer[:, :, start : start + size] = keys
@@ -84,40 +97,37 @@ class DraftCache:
 
     def select_rows(self, rows: list[int]) -> None:
         """Keeps only the given rows, in the given order."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.positions.device)
+        index = torch.tensor(rows, dtype=torch.long).to(self.positions.device, non_blocking=True)
         self.positions = self.positions.index_select(0, index)
-        self._keys = [None if k is None else k.index_select(0, index.to(k.device)) for k in self._keys]
-        self._values = [None if v is None else v.index_select(0, index.to(v.device)) for v in self._values]
+        if self._buffer is not None:
+            self._use(self._buffer.index_select(2, index))
         self.lengths = [self.lengths[row] for row in rows]
         self.num_rows = len(rows)
 
     @property
     def num_bytes(self) -> int:
         """Bytes held by the key and value buffers."""
-        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values) if t is not None)
+        return 0 if self._buffer is None else self._buffer.numel() * self._buffer.element_size()
 
-    def _reserve(self, needed: int, like: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if needed <= self.positions.shape[1]:
+    def _reserve(self, needed: int, like: torch.Tensor) -> None:
+        """Makes room for `needed` tokens in each row; keys and values are like those given, `[B, H_kv, T, head_dim]`."""
+        capacity = self.positions.shape[1]
+        if needed <= capacity:
             return
         # Growing by half as well keeps the cost of all copies linear in the final length.
-        capacity = max(needed + _GROWTH, self.positions.shape[1] * 3 // 2)
-        self.positions = _grown(self.positions, capacity, 1, like[0][0].device)
-        for layer, (keys, values) in enumerate(like):
-            self._keys[layer] = _grown_like(self._keys[layer], keys, capacity)
-            self._values[layer] = _grown_like(self._values[layer], values, capacity)
+        new_capacity = max(needed + _GROWTH, capacity * 3 // 2)
+        rows, heads, _, head_dim = like.shape
+        # Made in inference mode, they could not be written to outside of it, where a later call may continue.
+        with torch.inference_mode(False), torch.no_grad():
+            positions = torch.zeros(rows, new_capacity, dtype=torch.long, device=like.device)
+            positions[:, :capacity] = self.positions
+            shape = (2, len(self._keys), rows, heads, new_capacity, head_dim)
+            buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            if self._buffer is not None:
+                buffer[..., :capacity, :] = self._buffer
+        self.positions = positions
+        self._use(buffer)
 
-
-def _grown(old: torch.Tensor, capacity: int, dim: int, device: torch.device) -> torch.Tensor:
-    shape = list(old.shape)
-    shape[dim] = capacity
-    # Made in inference mode, they could not be written to outside of it, where a later call may continue.
-    with torch.inference_mode(False), torch.no_grad():
-        new = torch.zeros(shape, dtype=old.dtype, device=device)
-        new.narrow(dim, 0, old.shape[dim]).copy_(old)
-    return new
-
-
-def _grown_like(old: torch.Tensor | None, like: torch.Tensor, capacity: int) -> torch.Tensor:
-    if old is None:
-        old = like.new_zeros(like.shape[0], like.shape[1], 0, like.shape[3])
-    return _grown(old, capacity, 2, old.device)
+    def _use(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._keys, self._values = (list(of_all_layers.unbind(0)) for of_all_layers in buffer)

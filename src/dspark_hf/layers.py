@@ -31,8 +31,10 @@ class DSparkRMSNorm(nn.RMSNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dtype = hidden_states.dtype
-        normed = nn.functional.rms_norm(hidden_states.float(), self.normalized_shape, eps=self.eps).to(dtype)
-        return normed if self.weight is None else self.weight * normed
+        if self.weight is None or dtype == self.weight.dtype == torch.float32:
+            return super().forward(hidden_states).to(dtype)
+        # Rounded before it is scaled, as by the models of transformers, with which checkpoints were trained.
+        return self.weight * nn.functional.rms_norm(hidden_states, self.normalized_shape, eps=self.eps).to(dtype)
 
 
 class DSparkRotaryEmbedding(nn.Module):
@@ -68,7 +70,9 @@ class DSparkRotaryEmbedding(nn.Module):
         """Cosines and sines `[B, 1, T, rotary_dim]` of `position_ids` `[B, T]`, in the dtype of `hidden_states`."""
         frequencies = position_ids[..., None].float() * self.inv_freq.float()  # [B, T, rotary_dim / 2]
         angles = torch.cat([frequencies, frequencies], dim=-1).unsqueeze(1)
-        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling != 1.0:
+            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos.to(hidden_states.dtype), sin.to(hidden_states.dtype)
 
 
@@ -83,7 +87,7 @@ def rotate(states: torch.Tensor, angles: RotaryAngles, interleaved: bool = False
     if interleaved:
         rotary = rotary.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     first, second = rotary.chunk(2, dim=-1)
-    rotated = rotary * cos + torch.cat([-second, first], dim=-1) * sin
+    rotated = torch.addcmul(rotary * cos, torch.cat([-second, first], dim=-1), sin)
     if interleaved:
         rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     return rotated if rest.shape[-1] == 0 else torch.cat([rotated, rest], dim=-1)
@@ -126,6 +130,12 @@ class DSparkAttention(nn.Module):
 
     def key_values(self, hidden_states: torch.Tensor, angles: RotaryAngles) -> KeyValues:
         """Rotated keys and values `[B, H_kv, T, head_dim]` of block or context states `[B, T, D]`."""
+        keys, values = self._unrotated(hidden_states)
+        keys = rotate(keys.transpose(1, 2), angles, self.config.rotary_interleaved)
+        return keys, values.transpose(1, 2)
+
+    def _unrotated(self, hidden_states: torch.Tensor) -> KeyValues:
+        """The same before the rotation, `[B, T, H_kv, head_dim]`."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         keys = self.k_proj(hidden_states).view(shape)
         values = keys if self.config.attention_k_eq_v else self.v_proj(hidden_states).view(shape)
@@ -133,10 +143,7 @@ class DSparkAttention(nn.Module):
             keys = self.k_norm(keys)
         if self.config.v_norm:
             values = self.v_norm(values)
-        if self.config.value_scale != 1.0:
-            values = values * self.config.value_scale
-        keys = rotate(keys.transpose(1, 2), angles, self.config.rotary_interleaved)
-        return keys, values.transpose(1, 2)
+        return keys, values if self.config.value_scale == 1.0 else values * self.config.value_scale
 
     def forward(
         self,
@@ -156,8 +163,11 @@ class DSparkAttention(nn.Module):
         queries = self.q_proj(hidden_states).view(shape)
         if self.config.qk_norm:
             queries = self.q_norm(queries)
-        queries = rotate(queries.transpose(1, 2), angles, self.config.rotary_interleaved)  # [B, H, Q, head_dim]
-        keys, values = self.key_values(hidden_states, angles)
+        keys, values = self._unrotated(hidden_states)
+        both = torch.cat([queries, keys], dim=2).transpose(1, 2)  # [B, H + H_kv, Q, head_dim]
+        both = rotate(both, angles, self.config.rotary_interleaved)
+        queries, keys = both.split([queries.shape[2], keys.shape[2]], dim=1)
+        values = values.transpose(1, 2)
         if isinstance(context, DraftCache):
             keys, values = context.with_block(self.layer_idx, keys, values)
         elif context is not None:

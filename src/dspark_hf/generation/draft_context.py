@@ -109,4 +109,7 @@ class DraftContext:
         counts = [len(row) for row in rows]
         features = rows[0][None] if len(rows) == 1 else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         positions = self.next_positions(features.shape[1])
+        self._extend_cache(features, positions, counts)
+
+    def _extend_cache(self, features: torch.Tensor, positions: torch.Tensor, counts: list[int]) -> None:
         self.drafter.extend_cache(self.cache, features, positions, counts)

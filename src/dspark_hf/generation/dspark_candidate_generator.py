@@ -11,7 +11,10 @@ from transformers import LogitsProcessor
 from ..kinds.dspark.heads import SequentialHead
 from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from .candidate_generator import DrafterCandidateGenerator
+from .draft_context import DraftContext
 from .telemetry import stage
+
+_FEW_TOKENS = 64  # Up to here context is projected for all layers together.
 
 
 class SequentialHeadLogitsProcessor(LogitsProcessor):
@@ -45,6 +48,21 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
         return scores + self.head.markov_w2(features).to(scores.dtype)
 
 
+class DSparkContext(DraftContext):
+    """The context of a block drafter: that of a round is projected for all layers together."""
+
+    drafter: DSparkDrafter
+
+    def __init__(self, drafter: DSparkDrafter, num_rows: int = 1):
+        super().__init__(drafter, num_rows)
+        self._projection = drafter.context_projection()
+
+    def _extend_cache(self, features: torch.Tensor, positions: torch.Tensor, counts: list[int]) -> None:
+        # A prompt is work enough for each layer, and the keys and values of all layers would exist twice for a moment.
+        projection = self._projection if features.shape[1] <= _FEW_TOKENS else None
+        self.drafter.extend_cache(self.cache, features, positions, counts, projection)
+
+
 class DSparkCandidateGenerator(DrafterCandidateGenerator):
     """
     Drafts a block for each row of one `generate` call.
@@ -57,6 +75,7 @@ class DSparkCandidateGenerator(DrafterCandidateGenerator):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.context = DSparkContext(self.drafter, len(self.rows))
         if self.drafter.markov_head is not None:
             self.head = SequentialHeadLogitsProcessor(self.drafter.markov_head)
 

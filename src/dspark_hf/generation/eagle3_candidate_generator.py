@@ -73,13 +73,13 @@ class Eagle3Context(DraftContext):
         """Moves all states into the cache except that of the token before each anchor."""
         self.project()
         self._skip_tokens_without_id(input_ids)
-        self._extend_cache(input_ids, [len(states) - 1 for states in self.states])
+        self._move_states(input_ids, [len(states) - 1 for states in self.states])
 
     def complete(self, input_ids: Sequence[torch.Tensor]) -> DraftCache:
         self.project()
         self._skip_tokens_without_id(input_ids)
         with self.mode():
-            self._extend_cache(input_ids, [len(states) for states in self.states])
+            self._move_states(input_ids, [len(states) for states in self.states])
         return self.cache
 
     def keep_rows(self, rows: list[int]) -> None:
@@ -90,7 +90,7 @@ class Eagle3Context(DraftContext):
         fused = [self.drafter.project_context(features) for features in rows]
         self.states = [torch.cat(pair) for pair in zip(self.states, fused, strict=True)]
 
-    def _extend_cache(self, input_ids: Sequence[torch.Tensor], counts: list[int]) -> None:
+    def _move_states(self, input_ids: Sequence[torch.Tensor], counts: list[int]) -> None:
         """Moves the first `counts` states of each row into the cache. Each row's last tokens are those that follow its states."""
         if not any(counts):
             return
