@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dspark_hf
 from dspark_hf import Drafter
 from dspark_hf.checkpoints.engines import launch_command
+from dspark_hf.kinds.eagle3.configuration_eagle3 import Eagle3Config
 from dspark_hf.modeling_drafter import check_target
 from dspark_hf.scheduling.schedulers import build_scheduler
 
@@ -226,7 +228,10 @@ def refusals() -> list[str]:
     package = Path(dspark_hf.__file__).parent
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in sorted((package / "generation").glob("*.py"))]
     trees += [ast.parse((package / "embeddings.py").read_text(encoding="utf-8"))]
-    trees += [ast.parse(inspect.getsource(function)) for function in (check_target, build_scheduler)]
+    trees += [
+        ast.parse(textwrap.dedent(inspect.getsource(function)))
+        for function in (check_target, Eagle3Config.taps_for, build_scheduler)
+    ]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     calls = [node.exc for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
     calls += [

@@ -67,8 +67,6 @@ class DrafterConfig(PreTrainedConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # The public formats that such a drafter can be exported to, keys of `checkpoints.EXPORT_FORMATS`.
     export_formats: ClassVar[tuple[str, ...]] = ()
-    # Whether there are two ways to read the slots of a block, which `dspark-hf inspect --target` tells apart.
-    has_slot_layouts: ClassVar[bool] = False
     # Index of the first token of a training text that can be the anchor of a draft.
     first_anchor: ClassVar[int] = 0
 
@@ -103,7 +101,7 @@ class DrafterConfig(PreTrainedConfig):
         self._fill_in()
         super().__post_init__(**kwargs)
         # transformers builds a configuration without arguments to find the defaults. It describes no drafter, so is not checked.
-        if self.target_layer_ids:
+        if self.num_taps:
             self.check()
 
     def _fill_in(self) -> None:
@@ -136,23 +134,44 @@ class DrafterConfig(PreTrainedConfig):
         return self.draft_vocab_size or self.vocab_size
 
     @property
+    def num_taps(self) -> int:
+        """How many target layers feed the drafter."""
+        return len(self.target_layer_ids or [])
+
+    def taps_for(self, num_target_layers: int) -> list[int]:
+        """The tapped layers of a target with so many layers. For most kinds the configuration names them."""
+        return self.target_layer_ids
+
+    @property
     def hidden_state_indices(self) -> list[int]:
-        """The tapped layers as indices into transformers' `hidden_states` (entry 0 is the embedding output)."""
-        return [layer_id + 1 for layer_id in self.target_layer_ids or []]
+        """
+        The tapped layers as indices into transformers' `hidden_states` (entry 0 is the embedding output).
+
+        Raises:
+            ValueError: when they follow from a target that is not known yet.
+        """
+        if not self.target_layer_ids:
+            raise ValueError(
+                "Which target layers feed this drafter follows from its target's depth: call drafter.bind(target) first."
+            )
+        return [layer_id + 1 for layer_id in self.target_layer_ids]
 
     def describe(self) -> dict[str, str]:
         """A description of the drafter in words, by topic: for `dspark-hf inspect` and the model card."""
-        target_layers = f"of {self.num_target_layers}" if self.num_target_layers else "of an unknown number"
         vocabulary = f"{self.vocab_size:,} tokens"
         if self.draft_vocab_size:
             vocabulary += f", drafts from {self.draft_vocab_size:,} of them"
         return {
             "layers": f"{self.num_hidden_layers}, hidden size {self.hidden_size}",
             "drafts": f"up to {self.num_draft_tokens} per round",
-            "taps": f"outputs of layers {self.target_layer_ids} {target_layers} = hidden_states{self.hidden_state_indices}",
+            "taps": self._taps_in_words(),
             "heads": "none",
             "vocabulary": vocabulary,
         }
+
+    def _taps_in_words(self) -> str:
+        target_layers = f"of {self.num_target_layers}" if self.num_target_layers else "of an unknown number"
+        return f"outputs of layers {self.target_layer_ids} {target_layers} = hidden_states{self.hidden_state_indices}"
 
     @classmethod
     def own_fields(cls) -> dict[str, Any]:
@@ -186,7 +205,7 @@ class DrafterConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raises one `ValueError` that lists every contradiction between the fields."""
-        if not self.target_layer_ids:
+        if not self.num_taps:
             raise ValueError("target_layer_ids is empty: nothing says which target layers feed the drafter.")
         problems = list(self._problems())
         if problems:
@@ -196,9 +215,9 @@ class DrafterConfig(PreTrainedConfig):
         ids = self.target_layer_ids or []
         if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
             yield f"target_layer_ids must be strictly increasing, got {ids}."
-        if min(ids) < -1:
+        if ids and min(ids) < -1:
             yield f"target_layer_ids starts at -1 (the embedding output), got {ids}."
-        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
+        if ids and self.num_target_layers is not None and max(ids) >= self.num_target_layers:
             yield f"target_layer_ids {ids} taps layer {max(ids)}, but the target has {self.num_target_layers} layers."
         if self.block_size < 1:
             yield f"block_size={self.block_size} drafts nothing."

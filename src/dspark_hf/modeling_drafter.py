@@ -215,7 +215,7 @@ class DrafterModel(PreTrainedModel):
         embed_tokens: nn.Module | None = self.embed_tokens
         lm_head: nn.Module | None = self.lm_head
         if target is not None:
-            check_target(self.config, target)
+            self.config.target_layer_ids = check_target(self.config, target)
             theirs = target_embeddings(target)
             embed_tokens, lm_head = embed_tokens or theirs[0], lm_head or theirs[1]
         if embed_tokens is None or lm_head is None:
@@ -313,9 +313,12 @@ class DrafterModel(PreTrainedModel):
                 module.enable_adapters(enabled=True)
 
 
-def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
+def check_target(config: DrafterConfig, target: PreTrainedModel) -> list[int]:
     """
     Refuses a target that the drafter does not fit.
+
+    Returns:
+        Its layers that the drafter taps.
 
     Raises:
         ValueError: naming what differs (vocabulary, hidden size, tapped layers, encoder-decoder) and the target to load.
@@ -338,8 +341,9 @@ def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
             f"The drafter reads hidden states of width {config.target_hidden_size}, "
             f"{name} has width {text.hidden_size}. {advice}"
         )
-    deepest = max(config.target_layer_ids)
-    if deepest >= text.num_hidden_layers:
+    taps = config.taps_for(text.num_hidden_layers)
+    if max(taps) >= text.num_hidden_layers:
         raise ValueError(
-            f"The drafter taps target layer {deepest}, but the target has {text.num_hidden_layers} layers ({name}). {advice}"
+            f"The drafter taps target layer {max(taps)}, but the target has {text.num_hidden_layers} layers ({name}). {advice}"
         )
+    return taps

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from .options import ANSWERS, MODELS, Device, Dtype, Json, Revision, Subfolder
-
-if TYPE_CHECKING:
-    from dspark_hf.kinds.dspark.layout_probe import LayoutProbe
 
 # The prompts that the probe lets the target answer.
 PROMPTS = (
@@ -37,7 +35,8 @@ def inspect(
             "-t",
             metavar="MODEL",
             rich_help_panel=MODELS,
-            help="Also probe the drafter with its target: draft in both slot layouts and see which one is right.",
+            help="Also probe the drafter with its target: draft in both slot layouts, or from several choices of target layers, "
+            "and see which is right.",
         ),
     ] = None,
     revision: Revision = None,
@@ -55,27 +54,23 @@ def inspect(
     Weights are not read; of a repository on the Hub only the configuration and the headers of the files are downloaded.
     """
     from dspark_hf.checkpoints import inspect_checkpoint
+    from dspark_hf.kinds.probes import probe_of
+    from dspark_hf.registry import drafter_class
 
     hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder or ""}
     found = inspect_checkpoint(checkpoint, **hub)
     probe = None
     if target is not None and found.config is not None:
-        if not found.config.has_slot_layouts:
+        run = probe_of(drafter_class(found.config))
+        if run is None:
             raise typer.BadParameter(
-                f"--target tells the two slot layouts of a block apart, and {found.config.method} drafters have no block: "
-                "leave it out."
+                f"--target has nothing to find out about {found.config.method} drafters: leave it out."
             )
-        probe = _probe(checkpoint, target, hub, max_new_tokens, dtype, device)
+        probe = _probe(run, checkpoint, target, hub, max_new_tokens, dtype, device)
     if json:
         shown: dict[str, Any] = found.to_dict()
         if probe is not None:
-            shown["probe"] = {
-                "declared": probe.declared,
-                "accepted_drafts": {str(layout): mean for layout, mean in probe.acceptance.items()},
-                "standard_error": probe.standard_error,
-                "num_blocks": probe.num_blocks,
-                "is_mislabelled": probe.is_mislabelled,
-            }
+            shown["probe"] = probe.to_dict()
         typer.echo(json_module.dumps(shown, indent=2, default=str))
         return
     typer.echo(str(found))
@@ -84,15 +79,20 @@ def inspect(
 
 
 def _probe(
-    checkpoint: str, target_name: str, hub: dict[str, Any], max_new_tokens: int, dtype: str, device: str | None
-) -> LayoutProbe:
-    from dspark_hf.kinds.dspark.layout_probe import probe_layout
-    from dspark_hf.kinds.dspark.modeling_dspark import DSparkDrafter
+    run: Callable[..., Any],
+    checkpoint: str,
+    target_name: str,
+    hub: dict[str, Any],
+    max_new_tokens: int,
+    dtype: str,
+    device: str | None,
+) -> Any:
+    from dspark_hf import Drafter
 
     from .loading import load_target, say
 
     say(f"Loading the drafter {checkpoint} ...")
-    drafter = DSparkDrafter.from_pretrained(checkpoint, dtype="auto", **hub).eval()
+    drafter = Drafter.from_pretrained(checkpoint, dtype="auto", **hub).eval()
     target, tokenizer = load_target(target_name, dtype, device)
     drafter = drafter.to(device=target.device, dtype=target.dtype)
     prompts = []
@@ -106,4 +106,4 @@ def _probe(
         else:
             encoded = tokenizer(text, return_tensors="pt")
         prompts.append(encoded["input_ids"])
-    return probe_layout(drafter, target, prompts, max_new_tokens)
+    return run(drafter, target, prompts, max_new_tokens)

@@ -225,6 +225,8 @@ def target_layer_ids(fields: Fields) -> list[int]:
     if not all(isinstance(found, list | None) for found in (ids, inputs)):
         raise ValueError(f"target_layer_ids must be a list of layer ids, got {ids if ids is not None else inputs!r}.")
     if ids is None:
+        if not all(type(layer_id) is int for layer_id in inputs):
+            raise ValueError(f"eagle_aux_hidden_state_layer_ids must be layer ids, got {inputs!r}.")
         return [layer_id - 1 for layer_id in inputs]
     if inputs is not None and inputs != [layer_id + 1 for layer_id in ids]:
         raise ValueError(

@@ -33,6 +33,13 @@ GENERATION_SETTINGS = (
 # What a pass of the target costs, measured once.
 THROUGHPUT_CURVE_NAME = "throughput_curve.json"
 
+# What to do about weights in a pickle file, which is never opened here.
+PICKLE_ADVICE = (
+    "Only safetensors files are read; a pickle file (.bin, .pt) can run code when it is opened. If you trust its source, convert "
+    'it where it lies: `python -c "import torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, v in '
+    "torch.load('pytorch_model.bin', map_location='cpu', weights_only=True).items()}, 'model.safetensors', {'format': 'pt'})\"`"
+)
+
 FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 ID_TYPES = {"I64", "I32", "U32"}
 
@@ -150,10 +157,7 @@ def read_weight_map(path: Any, hub: dict[str, Any], headers_only: bool = False) 
         return None
     index = read_json(path, SAFE_WEIGHTS_INDEX_NAME, hub)
     if index is None:
-        raise OSError(
-            f"{path} has no {SAFE_WEIGHTS_NAME}. Only safetensors files are read; a pickle file (.bin, .pt) can run "
-            "code when it is opened and has to be converted where it came from."
-        )
+        raise OSError(f"{path} has no {SAFE_WEIGHTS_NAME}. {PICKLE_ADVICE}")
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise OSError(f"{SAFE_WEIGHTS_INDEX_NAME} of {path} has no weight_map. Download it again.")

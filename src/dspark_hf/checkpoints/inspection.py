@@ -54,7 +54,7 @@ class Inspection:
         shown = {name: value for name, value in vars(self).items() if name != "config"}
         if (config := self.config) is not None:
             shown["config"] = config.to_dict()
-            shown["hidden_state_indices"] = config.hidden_state_indices
+            shown["hidden_state_indices"] = config.hidden_state_indices if config.target_layer_ids else None
             shown["description"] = config.describe()
         return shown
 
@@ -173,7 +173,10 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _odd_taps(config: DrafterConfig) -> Iterator[str]:
-    ids = config.target_layer_ids or []
+    ids = config.target_layer_ids
+    if not ids:
+        yield "it does not say which target layers feed it; they follow from the target's depth (check with --target)"
+        return
     if ids[0] == -1:
         yield "it taps the embedding output (layer -1), which SGLang cannot"
     if config.num_target_layers is not None and ids[-1] == config.num_target_layers - 1:

@@ -102,7 +102,7 @@ def drafting_seconds(
     """
     processors = [LogitsProcessorList()] * num_rows
     generator = generator_of(drafter)(drafter, target, processors, want_confidence=True)
-    width = drafter.config.target_hidden_size * len(drafter.config.target_layer_ids)
+    width = drafter.config.target_hidden_size * drafter.config.num_taps
     features = torch.randn(num_rows, context_length, width, dtype=target.dtype, device=target.device)
     ids = [
         torch.randint(drafter.config.vocab_size, (1, context_length + 1), device=target.device) for _ in range(num_rows)

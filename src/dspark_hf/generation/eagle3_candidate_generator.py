@@ -39,10 +39,9 @@ class Eagle3LogitsProcessor(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Only the last token of `input_ids` `[B, L]` is used; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
         drafter, step = self.drafter, self._cache.num_steps
-        self._states = drafter.step(
-            input_ids[:, -1], self._states, self._position_ids + step, self._cache, self.embeddings
-        )
-        return scores + drafter.base_logits(drafter.norm(self._states), self.embeddings)
+        states = drafter.step(input_ids[:, -1], self._states, self._position_ids + step, self._cache, self.embeddings)
+        self._states = drafter.handed_on(states)
+        return scores + drafter.base_logits(drafter.norm(states), self.embeddings)
 
 
 class Eagle3Context(DraftContext):
@@ -66,7 +65,7 @@ class Eagle3Context(DraftContext):
     def __init__(self, drafter: Eagle3Drafter, embeddings: SharedEmbeddings, num_rows: int = 1):
         super().__init__(drafter, num_rows)
         self.embeddings = embeddings
-        empty = drafter.fc.weight.new_zeros(0, drafter.config.hidden_size)
+        empty = drafter.norm.weight.new_zeros(0, drafter.config.hidden_size)
         self.states = [empty for _ in range(num_rows)]
 
     def get_ready(self, input_ids: Sequence[torch.Tensor]) -> None:

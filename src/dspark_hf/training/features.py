@@ -195,7 +195,7 @@ class CachePlan:
         law_bytes = state_bytes + (12 if config.draft_vocab_size is not None else 0)
         return (
             token_bytes * len(loss_mask)
-            + state_bytes * len(config.target_layer_ids or []) * self.context_length(len(loss_mask), anchor_mask)
+            + state_bytes * config.num_taps * self.context_length(len(loss_mask), anchor_mask)
             + law_bytes * int(self.law_mask(loss_mask, anchor_mask).sum())
         )
 

@@ -66,7 +66,6 @@ class DSparkConfig(DecoderDrafterConfig):
         "dflash": {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
     }
     export_formats: ClassVar[tuple[str, ...]] = ("deepspec", "vllm-sglang", "speculators", "modelopt")
-    has_slot_layouts: ClassVar[bool] = True
 
     num_hidden_layers: int = 5
     layer_types: list[str] = FILLED_IN

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -40,6 +41,16 @@ class LayoutProbe:
         """Whether the other layout accepts more, beyond what chance explains."""
         declared, other = self.acceptance[self.declared], self.acceptance[not self.declared]
         return other - declared > 3 * self.standard_error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON has."""
+        return {
+            "declared": self.declared,
+            "accepted_drafts": {str(layout): mean for layout, mean in self.acceptance.items()},
+            "standard_error": self.standard_error,
+            "num_blocks": self.num_blocks,
+            "is_mislabelled": self.is_mislabelled,
+        }
 
     def __str__(self) -> str:
         declared, other = self.acceptance[self.declared], self.acceptance[not self.declared]

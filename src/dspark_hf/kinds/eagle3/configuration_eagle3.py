@@ -16,8 +16,16 @@ class Eagle3Config(DecoderDrafterConfig):
         block_size (`int`): Tokens drafted per round, one after the other, and steps unrolled in training (paper: 7).
         target_layer_ids (`list[int]`):
             Tapped target layers. The EAGLE-3 paper uses three; for comparisons with DSpark, use the same five for both.
+        taps_from_depth (`bool`):
+            The taps follow from the target's depth N, as in files that name none: what enters layers 2, N // 2 and N - 3.
+            `target_layer_ids` is then set when the drafter is bound to its target.
+        use_aux_hidden_state (`bool`):
+            Tapped layers are fused into a state. `False`: the state is the target's last one, after its final norm.
         norm_before_residual (`bool`):
             The residual stream of the layer starts from the normed state instead of the state itself.
+        norm_before_fc, fc_norm (`bool`):
+            A norm before the taps are fused: over all of them together, or over each.
+        norm_output (`bool`): The state handed to the next step is the normed one that the logits come from.
 
     The remaining arguments are those of [`~dspark_hf.configuration_drafter.DecoderDrafterConfig`] and
     [`~dspark_hf.configuration_drafter.DrafterConfig`], or have their usual transformers meaning.
@@ -33,6 +41,43 @@ class Eagle3Config(DecoderDrafterConfig):
     first_anchor: ClassVar[int] = 1
 
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    taps_from_depth: bool = False
+    use_aux_hidden_state: bool = True
+
+    @property
+    def num_taps(self) -> int:
+        if not self.use_aux_hidden_state:
+            return 1
+        return 3 if self.taps_from_depth else super().num_taps
+
+    def taps_for(self, num_target_layers: int) -> list[int]:
+        """
+        As in [`DrafterConfig`]. Where the file names no taps they are those that vLLM and SGLang take for such files.
+
+        Raises:
+            ValueError: when the target is too shallow for three different taps.
+        """
+        if not self.use_aux_hidden_state:
+            return [num_target_layers - 1]
+        if not self.taps_from_depth:
+            return super().taps_for(num_target_layers)
+        taps = depth_taps(num_target_layers)
+        if not taps[0] < taps[1] < taps[2]:
+            raise ValueError(
+                f"The drafter's files name no taps, and those that engines derive from a target's depth need 7 layers or more; "
+                f"this target has {num_target_layers}. Load the target it was made for."
+            )
+        return taps
+
+    def _taps_in_words(self) -> str:
+        if not self.use_aux_hidden_state:
+            return "the target's last hidden state, after its final norm"
+        if self.target_layer_ids:
+            return super()._taps_in_words()
+        return "not in the file: what enters layers 2, N // 2 and N - 3 of a target with N layers"
 
     @property
     def method(self) -> str:
@@ -43,5 +88,18 @@ class Eagle3Config(DecoderDrafterConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
+        fuses = [name for name in ("taps_from_depth", "norm_before_fc", "fc_norm") if getattr(self, name)]
+        if not self.use_aux_hidden_state and fuses:
+            yield f"use_aux_hidden_state=False takes no taps, which {' and '.join(fuses)}=True speak of."
         if self.num_hidden_layers != 1:
             yield f"num_hidden_layers={self.num_hidden_layers}: an EAGLE-3 drafter has one layer."
+
+
+def depth_taps(num_target_layers: int) -> list[int]:
+    """
+    What serving engines tap for files that name no taps, as outputs of layers.
+
+    vLLM (`get_eagle3_default_aux_hidden_state_layers`) and SGLang (`set_eagle3_layers_to_capture(None)`) both take the
+    residual stream as it enters layers 2, N // 2 and N - 3.
+    """
+    return [1, num_target_layers // 2 - 1, num_target_layers - 4]

@@ -85,8 +85,11 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        width = len(config.target_layer_ids) * config.target_hidden_size
-        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        width = config.num_taps * config.target_hidden_size
+        self.input_norm = DSparkRMSNorm(width, config.rms_norm_eps) if config.norm_before_fc else None
+        tap_norms = [DSparkRMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(config.num_taps)]
+        self.fc_norm = nn.ModuleList(tap_norms) if config.fc_norm else None
+        self.fc = nn.Linear(width, config.hidden_size, bias=False) if config.use_aux_hidden_state else None
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])  # type: ignore[assignment]
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = DSparkRotaryEmbedding(config)
@@ -101,7 +104,17 @@ class Eagle3Drafter(Drafter):
 
     def project_context(self, context_features: torch.Tensor) -> torch.Tensor:
         """The fused state of each token `[B, T, D]` from its tapped hidden states `[B, T, m * D_target]`."""
-        return self.fc(context_features.to(self.fc.weight.dtype))
+        features = context_features.to(self.norm.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            taps = features.split(self.config.target_hidden_size, dim=-1)
+            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
+        return features if self.fc is None else self.fc(features)
+
+    def handed_on(self, states: torch.Tensor) -> torch.Tensor:
+        """What the next step of a chain reads of the states `[..., D]` after a step: themselves, or as the logits see them."""
+        return self.norm(states) if self.config.norm_output else states
 
     def extend_cache(
         self,
@@ -140,7 +153,7 @@ class Eagle3Drafter(Drafter):
 
         Args:
             token_ids: The anchor at the first step, the previous draft at later ones, `[B]`.
-            states: The fused state before the anchor at the first step, the output of the previous step later, `[B, D]`.
+            states: The fused state before the anchor at the first step, what the previous step handed on later, `[B, D]`.
             position_ids: Absolute positions of the states, `[B]`.
             cache: The context and the earlier steps of this draft; set its `num_steps` to 0 before the first step.
             embeddings: What to embed with; the last bound by default.
@@ -213,7 +226,7 @@ class Eagle3Drafter(Drafter):
             steps.append(layer(tokens, states, angles, context, mask))
             own = layer.key_values(tokens, states, angles)
             context = torch.cat([context[0], own[0]], dim=2), torch.cat([context[1], own[1]], dim=2)
-            states = steps[-1]
+            states = self.handed_on(steps[-1])
         hidden_states = self.norm(torch.stack(steps, dim=2).flatten(1, 2))  # [B, A * G, D]
         if objective is None:
             return DrafterOutput(last_hidden_state=hidden_states)
