@@ -305,6 +305,7 @@ def test_norms_around_the_chain(target, variant, tmp_path):
     assert same_as_plain(target, loaded)
 
 
+@torch.no_grad()
 def test_drafting_and_training_hand_on_the_same_state(target):
     """What a chain drafts step by step is what a training forward computes in one go."""
     drafter = drafter_for(target, norm_output=True, norm_before_fc=True, norm_before_residual=True)
