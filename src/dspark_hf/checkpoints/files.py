@@ -35,7 +35,7 @@ THROUGHPUT_CURVE_NAME = "throughput_curve.json"
 
 # What to do about weights in a pickle file, which is never opened here.
 PICKLE_ADVICE = (
-    "Only safetensors files are read; a pickle file (.bin, .pt) can run code when it is opened. If you trust its source, convert it "
+    "Only safetensors files are read; a pickle file (.bin, .pt) can run code when it is opened. If you trust it, convert it "
     'with `python -c "import torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, v in '
     "torch.load('pytorch_model.bin', map_location='cpu', weights_only=True).items()}, 'model.safetensors', {'format': 'pt'})\"`"
 )
