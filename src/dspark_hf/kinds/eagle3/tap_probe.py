@@ -117,15 +117,15 @@ def probe_taps(
                 drafts = drafter.draft_token_ids[drafts]
             right = drafts.view_as(following) == following
             counts += right.long().cumprod(-1).sum(-1).tolist()
-    counts = {taps: torch.tensor(found, dtype=torch.float64) for taps, found in accepted.items()}
+    counted = {taps: torch.tensor(found, dtype=torch.float64) for taps, found in accepted.items()}
     declared = choices[0]
-    if (num_chains := len(counts[declared])) < 2:
+    if (num_chains := len(counted[declared])) < 2:
         raise ValueError(
             f"Only {num_chains} chains of {num_drafts} drafts could be drafted: give more prompts or more max_new_tokens."
         )
-    probe = TapProbe(declared, {taps: float(found.mean()) for taps, found in counts.items()}, 0.0, num_chains)
+    probe = TapProbe(declared, {taps: float(found.mean()) for taps, found in counted.items()}, 0.0, num_chains)
     if probe.best != declared:
-        probe.standard_error = float((counts[probe.best] - counts[declared]).std()) / num_chains**0.5
+        probe.standard_error = float((counted[probe.best] - counted[declared]).std()) / num_chains**0.5
     return probe
 
 
