@@ -48,7 +48,7 @@ def test_no_name_and_a_file(load, tmp_path):
     with pytest.raises(OSError, match="is empty: give a folder"):
         load("")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(OSError, match="is a file: give the folder that it is in"):
+    with pytest.raises(OSError, match="is a file: give the folder that contains it"):
         load(str(tmp_path / "model.safetensors"))
 
 

@@ -170,10 +170,10 @@ DAMAGE = {
     ),
     # Shards.
     "missing shard": (shard("model-00001-of-00002.safetensors"), OSError, r"model-00001-of-00002\.safetensors"),
-    "shard in another folder": (shard("../shard.safetensors"), OSError, "not a safetensors file beside it"),
-    "shard by absolute path": (shard("/etc/passwd"), OSError, "not a safetensors file beside it"),
-    "shard by network path": (shard(r"\\host\share\a.safetensors"), OSError, "not a safetensors file beside it"),
-    "pickled shard": (shard("pytorch_model.bin"), OSError, "not a safetensors file beside it"),
+    "shard in another folder": (shard("../shard.safetensors"), OSError, "not a safetensors file in the same folder"),
+    "shard by absolute path": (shard("/etc/passwd"), OSError, "not a safetensors file in the same folder"),
+    "shard by network path": (shard(r"\\host\share\a.safetensors"), OSError, "not a safetensors file in the same folder"),
+    "pickled shard": (shard("pytorch_model.bin"), OSError, "not a safetensors file in the same folder"),
     "index of more than the shards hold": (index_with_a_tensor_too_many, OSError, r"lack never\.saved"),
     "index that is no index": (
         lambda folder: (shard("x.safetensors")(folder), write("model.safetensors.index.json", "{}")(folder)),
@@ -190,14 +190,14 @@ DAMAGE = {
     ),
     # The configuration.
     "configuration that is no JSON": (write("config.json", "{'a': 1}"), OSError, "not a readable JSON file"),
-    "configuration that is a list": (write("config.json", "[1, 2]"), OSError, "holds a JSON list"),
+    "configuration that is a list": (write("config.json", "[1, 2]"), OSError, "has to hold a JSON object, but it holds a list"),
     "configuration of bytes": (write("config.json", b"\xff\xfe\x00"), OSError, "not a readable JSON file"),
     "configuration nested without end": (write("config.json", "[" * 200_000), OSError, "not a readable JSON file"),
     "absurd number of layers": (change_config(num_hidden_layers=10**12), ValueError, "num_hidden_layers=1000000000000"),
     "more layers than tensors": (
         change_config(num_hidden_layers=900, layer_types=None),
         ValueError,
-        "they are of 2 layers",
+        "they have 2 layers",
     ),
     "absurd width": (change_config(hidden_size=10**12), ValueError, "hidden_size=1000000000000"),
     "absurd vocabulary": (change_config(vocab_size=10**15), ValueError, "vocab_size="),

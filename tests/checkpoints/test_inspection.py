@@ -76,7 +76,7 @@ def test_an_engine_that_reads_it_has_no_reason_not_to(target, tmp_path: Path):
 
 def test_a_file_that_an_engine_would_misread_is_not_for_it(target, tmp_path: Path):
     copied = inspect_checkpoint(spellings.deepspec(bound(target), tmp_path / "a")).engines
-    assert "rotate only a part of the head" in copied["vLLM"][0]
+    assert "rotate only a part of each head" in copied["vLLM"][0]
     assert not copied["SGLang"]
     nested = spellings.normalised_specforge(bound(target), tmp_path / "b")
     change_config(nested, markov_rank=None)
@@ -117,4 +117,4 @@ def test_what_is_odd_is_said(target, spelling, fields, message: str, tmp_path: P
 def test_pickle_files_beside_the_weights_are_pointed_out(target, tmp_path: Path):
     folder = spellings.zlab(bound(target, markov_rank=0, enable_confidence_head=False), tmp_path)
     (folder / "mask_embedding.pt").write_bytes(b"")
-    assert "mask_embedding.pt beside it: pickle files are not read" in inspect_checkpoint(folder).oddities
+    assert "mask_embedding.pt in the same folder: pickle files are not read" in inspect_checkpoint(folder).oddities

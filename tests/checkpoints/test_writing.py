@@ -108,7 +108,7 @@ def test_gemma4_layers(data: Path, shared: Path, tmp_path: Path):
         assert all(
             torch.equal(again.state_dict()[n], t) for n, t in drafter.state_dict().items() if n in again.state_dict()
         )
-        assert written.refused["SGLang"][0] == "it has no Gemma 4 drafter"
+        assert written.refused["SGLang"][0] == "it does not support Gemma 4 drafters"
         assert "vLLM" in written.launch
     drafter.config.target_name_or_path = "some/target"
     with pytest.raises(ValueError, match="cannot hold this drafter"):
@@ -192,8 +192,8 @@ def test_plain_dflash_is_served_as_such(tmp_path: Path):
 
 
 NOT_SERVED = {
-    "gated head": dict.fromkeys(("vLLM", "llama.cpp"), "vanilla sequential heads only, not gated"),
-    "rnn head": dict.fromkeys(("vLLM", "llama.cpp"), "vanilla sequential heads only, not rnn"),
+    "gated head": dict.fromkeys(("vLLM", "llama.cpp"), "only supports vanilla sequential heads, not gated"),
+    "rnn head": dict.fromkeys(("vLLM", "llama.cpp"), "only supports vanilla sequential heads, not rnn"),
     "reduced vocabulary": {"SGLang": "no reduced draft vocabulary"},
     "embedding tapped": {"SGLang": "cannot tap the embedding output"},
     "attention sinks": {"SGLang": "attention sinks"},
@@ -216,7 +216,7 @@ def test_llama_layers_are_for_no_engine(tmp_path: Path):
 
 
 def test_scaled_embeddings_are_for_no_engine(tmp_path: Path):
-    with pytest.raises(ValueError, match="this drafter scales them"):
+    with pytest.raises(ValueError, match="does not scale embedding rows"):
         export(drafter_of("as it is", embedding_scale=8.0), tmp_path / "out", "vllm-sglang")
 
 
@@ -240,13 +240,13 @@ def test_broken_weights_are_not_written(tmp_path: Path):
 def test_weights_of_two_types_are_not_written(tmp_path: Path):
     drafter = drafter_of("as it is")
     drafter.fc.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="one type for all weights"):
+    with pytest.raises(ValueError, match="one dtype for all weights"):
         export(drafter, tmp_path / "out", "vllm-sglang")
 
 
 @pytest.mark.parametrize("name", ["my-dflash-drafter", "Eagle"])
 def test_a_name_that_vllm_takes_for_another_method_is_refused(name: str, tmp_path: Path):
-    with pytest.raises(ValueError, match="takes a drafter at"):
+    with pytest.raises(ValueError, match="chooses the kind of drafter by"):
         export(drafter_of("as it is"), tmp_path / name, "vllm-sglang")
 
 
@@ -285,7 +285,7 @@ def test_a_head_of_its_own_is_not_left_out_silently(tmp_path: Path):
     with torch.no_grad():
         drafter.lm_head.weight[0].add_(1.0)
     drafter.bind(drafter.target_kept_alive[0])
-    with pytest.raises(ValueError, match=r"own lm_head\.weight is not its target's"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from its target's"):
         export(drafter, tmp_path / "out", "vllm-sglang")
     export(drafter, tmp_path / "out", "deepspec")
 

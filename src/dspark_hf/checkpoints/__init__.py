@@ -1,8 +1,8 @@
-"""Drafter checkpoints: one module a public format, and the reading they share.
+"""Drafter checkpoints: one module per public format, and the code they share.
 
-A format module has `NAME`, `recognise(config, tensors)` and `read_config(config, tensors)`, where `tensors` are what the
-files hold under the drafter's own names, and `write_config` where drafters are exported to it. Formats are tried in the
-order of `reading.FORMATS`.
+A format module has `NAME`, `recognise(config, tensors)` and `read_config(config, tensors)`, where `tensors` are the tensors
+in the files by the drafter's parameter names; and `write_config` if drafters can be exported to the format. Formats are
+tried in the order of `reading.FORMATS`.
 """
 
 from .inspection import Inspection, inspect_checkpoint

@@ -19,7 +19,7 @@ NAME = "DeepSpec"
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3DSparkModel": {},
     "Gemma4DSparkModel": {"family": "gemma4"},
-    # The same layers and layout under vendors' names. What is special about LFM2, its rotation, is a field of its own.
+    # Vendors' names for the same layers and layout. LFM2's special rotation is a separate field.
     "Qwen3OmniDSparkModel": {},
     "LingDSparkModel": {},
     "DSparkMiniMaxDraftModel": {},
@@ -40,7 +40,7 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSpar
 
 
 def gemma4_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Every draft layer is a global one, and those have their own head size, rotation and, sharing keys as values, heads."""
+    """Fields for Gemma 4, whose draft layers are global ones: these have a separate head size, rotation and number of heads."""
     shares = bool(config.get("attention_k_eq_v"))
     key_heads = config.get("num_global_key_value_heads") if shares else None
     return {
@@ -53,13 +53,13 @@ def gemma4_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def limits(config: DSparkConfig) -> Iterator[str]:
-    """What DeepSpec's own classes do not know of this drafter."""
+    """Features of this drafter that DeepSpec's classes do not support."""
     if config.layer_family not in ("qwen3", "gemma4"):
-        yield f"its draft layers are Qwen3's or Gemma 4's, not {config.layer_family or 'this combination of layer options'}"
+        yield f"it supports Qwen3 and Gemma 4 draft layers, not {config.layer_family or 'this combination of layer options'}"
     if not config.sample_from_anchor:
-        yield "the anchor predicts in all of its drafters"
+        yield "it only supports drafters whose anchor predicts"
     if "sliding_attention" in (config.layer_types or ()) or config.is_causal:
-        yield "its layers have full attention, both ways"
+        yield "it only supports full bidirectional attention within a block"
     if config.draft_vocab_size:
         yield "it has no reduced draft vocabulary"
     if config.attention_sinks or config.rotary_interleaved:
@@ -67,7 +67,7 @@ def limits(config: DSparkConfig) -> Iterator[str]:
 
 
 def write_config(config: DSparkConfig) -> dict[str, Any]:
-    """What DeepSpec's own classes need. They know full attention, a full vocabulary and a predicting anchor only."""
+    """The `config.json` for DeepSpec's classes."""
     layers = gemma4_dict(config) if config.sandwich_norms else decoder_dict(config)
     return {
         "architectures": ["Gemma4DSparkModel" if config.sandwich_norms else "Qwen3DSparkModel"],
@@ -76,13 +76,13 @@ def write_config(config: DSparkConfig) -> dict[str, Any]:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": config.target_layer_ids,
-        "num_anchors": 512,  # Only read in training, but asked for.
+        "num_anchors": 512,  # Only used in training, but required.
         **head_dict(config),
     }
 
 
 def gemma4_dict(config: DSparkConfig) -> dict[str, Any]:
-    """The decoder layers in the spelling of transformers' Gemma 4, as far as a drafter of global layers has them."""
+    """The decoder layers as fields of transformers' Gemma 4 configuration, for a drafter with global layers only."""
     layers = decoder_dict(config)
     activation, rope = layers.pop("hidden_act"), layers.pop("rope_parameters")
     del layers["use_sliding_window"]
@@ -101,5 +101,5 @@ def gemma4_dict(config: DSparkConfig) -> dict[str, Any]:
         "vocab_size_per_layer_input": config.vocab_size,
         "num_kv_shared_layers": 0,
         "enable_moe_block": False,
-        "sliding_window": 1024,  # Of no layer here, but the class wants one.
+        "sliding_window": 1024,  # No layer uses it, but the class requires one.
     }

@@ -1,4 +1,4 @@
-"""The project's own format, which `save_pretrained` writes for drafters of every kind."""
+"""This project's format, which `save_pretrained` writes for drafters of every kind."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 EAGLE-3 drafters: DeepSpec's (`layers.0.`), SpecForge's, ModelOpt's and AngelSlim's (`midlayer.`), and those of the speculators
 package.
 
-They are the same layer everywhere, and say in different ways which target layers they read. DeepSpec names outputs of layers
-(`target_layer_ids`), speculators inputs (`eagle_aux_hidden_state_layer_ids`); `eagle_config` of SpecForge and ModelOpt holds
-either, see [`named_taps`]. Most files name none: then the taps follow from the target's depth, which no file of the drafter
-tells, so that they are only known when the drafter meets its target.
+The layer is the same in all of them, but they say in different ways which target layers are tapped. DeepSpec lists outputs of
+layers (`target_layer_ids`), speculators lists inputs (`eagle_aux_hidden_state_layer_ids`); `eagle_config` of SpecForge and
+ModelOpt holds either, see [`named_taps`]. Most files list none: then the taps follow from the number of target layers, which
+the drafter's files do not contain, so the taps are only known once the drafter is used with its target.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .files import TensorInfo
 from .speculators import decoder_fields, verifier
 
 NAME = "EAGLE-3"
-TENSOR = "layers.0.hidden_norm.weight"  # Of EAGLE-3's layer alone.
+TENSOR = "layers.0.hidden_norm.weight"  # Only EAGLE-3's layer has it.
 
-# Tokens drafted a round where the file does not say: the steps unrolled in the paper's training.
+# Drafts per round if the file does not say: the number of training steps in the paper.
 BLOCK_SIZE = 7
 
 

@@ -1,4 +1,4 @@
-"""The one file that current vLLM and SGLang both load: DeepSpec's, with every field that either of them guesses written out.
+"""A format that both vLLM and SGLang load: DeepSpec's, with explicit values for every field that either of them guesses.
 
 It is read as a DeepSpec file; only writing differs.
 """
@@ -17,12 +17,12 @@ def write_config(config: DSparkConfig) -> dict[str, Any]:
         "dspark_bonus_anchor": not config.sample_from_anchor,
     }
     section: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}
-    if not config.markov_rank:  # Plain DFlash has a class of its own in both engines.
+    if not config.markov_rank:  # Both engines have a separate class for plain DFlash.
         written["architectures"] = ["DFlashDraftModel"]
     if config.draft_vocab_size:
         written["draft_vocab_size"] = config.draft_vocab_size
     if "sliding_attention" in (config.layer_types or ()) or config.is_causal is not None:
-        written["is_causal"] = config.layer_is_causal(0)  # Of all layers, in both engines.
+        written["is_causal"] = config.layer_is_causal(0)  # Both engines apply it to all layers.
     if config.rotary_interleaved:
         written |= {"is_neox_style": False, "rope_is_neox_style": False}
     if config.attention_sinks:

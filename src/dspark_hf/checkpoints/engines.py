@@ -1,4 +1,4 @@
-"""What each serving engine asks of a drafter's file: why it cannot serve one, and the command when it can.
+"""For each serving engine, the reasons why it cannot serve a drafter's file, or the command that serves it.
 
 State of vLLM 0.33, SGLang 0.5.23, TensorRT-LLM and llama.cpp in autumn 2026.
 """
@@ -24,8 +24,8 @@ def is_plain_dflash(config: DSparkConfig) -> bool:
 
 def obstacles(config: DrafterConfig, format_name: str) -> dict[str, list[str]]:
     """
-    For each engine, every reason it cannot serve such a drafter in a file of such a format; an empty list when it can. No
-    engines for kinds of drafter whose files are not written for any: what engines make of them is not examined here.
+    For each engine, the reasons why it cannot serve a drafter with this configuration in this format; an empty list if it can.
+    The dictionary is empty for kinds of drafter that cannot be exported, because engine support for them is not known here.
     """
     if not config.export_formats:
         return {}
@@ -37,13 +37,13 @@ def _vllm(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield f"it does not read {format_name} files: convert to vllm-sglang or speculators"
     yield from unknown_to_engines(config)
     if config.markov_rank and config.markov_head_type != "vanilla":
-        yield f"it loads vanilla sequential heads only, not {config.markov_head_type} ones"
+        yield f"it only supports vanilla sequential heads, not {config.markov_head_type} ones"
     if not config.markov_rank and config.sample_from_anchor:
-        yield "it has no method for a drafter without sequential head whose anchor predicts"
+        yield "it does not support drafters without a sequential head whose anchor predicts"
     if config.layer_family == "gemma4" and config.draft_vocab_size:
-        yield "it serves Gemma 4 drafters with the full vocabulary only"
+        yield "it only supports Gemma 4 drafters with the full vocabulary"
     if config.layer_family == "gemma4" and format_name not in (DEEPSPEC, ENGINE_FILE):
-        yield "it reads Gemma 4 drafters in DeepSpec's format only"
+        yield "it only reads Gemma 4 drafters in DeepSpec's format"
 
 
 def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
@@ -51,11 +51,11 @@ def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield f"it does not read {format_name} files: convert to vllm-sglang"
     yield from unknown_to_engines(config)
     if config.layer_family == "gemma4":
-        yield "it has no Gemma 4 drafter"
+        yield "it does not support Gemma 4 drafters"
     if config.draft_vocab_size:
         yield "it has no reduced draft vocabulary"
     if not config.markov_rank and config.sample_from_anchor:
-        yield "its DFLASH takes the anchor's slot for one that predicts nothing, and its DSPARK needs a sequential head"
+        yield "its DFLASH method assumes that the anchor's slot predicts nothing, and its DSPARK method needs a sequential head"
     if min(config.target_layer_ids or [0]) < 0:
         yield "it cannot tap the embedding output (layer id -1)"
     if (config.num_target_layers or 0) - 1 in (config.target_layer_ids or []):
@@ -67,14 +67,14 @@ def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
 
 
 def unknown_to_engines(config: DSparkConfig, mixed_causality: bool = False) -> Iterator[str]:
-    """What no engine knows of a drafter."""
+    """Features of a drafter that no engine supports."""
     family = config.layer_family
     if family not in ("qwen3", "gemma4"):
-        yield f"it knows Qwen3 and Gemma 4 draft layers, not {family or 'this combination of layer options'}"
+        yield f"it supports Qwen3 and Gemma 4 draft layers, not {family or 'this combination of layer options'}"
     if family != "gemma4" and config.embedding_scale != 1.0:
-        yield "it feeds the target's stored embedding rows, this drafter scales them"
+        yield "it does not scale embedding rows, as this drafter does"
     if family != "gemma4" and config.final_logit_softcapping is not None:
-        yield "it does not cap this drafter's base logits"
+        yield "it does not soft-cap base logits, as this drafter does"
     changed = {"logit_scale": 1.0, "value_scale": 1.0, "has_mask_embedding": False, "raw_embeddings": False}
     if odd := [name for name, usual in changed.items() if getattr(config, name) != usual]:
         yield f"it has no {', '.join(odd)}"
@@ -88,7 +88,7 @@ def _tensorrt(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield f"it does not read {format_name} files: convert to modelopt"
     yield from unknown_to_engines(config)
     if config.layer_family == "gemma4":
-        yield "it has no Gemma 4 drafter"
+        yield "it does not support Gemma 4 drafters"
     if config.markov_head_type == "rnn" and config.markov_rank:
         yield "it loads no rnn heads"
     if config.enable_confidence_head and not config.confidence_head_with_markov:
@@ -102,9 +102,9 @@ def _llama_cpp(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield f"its converter does not read {format_name} files: convert to vllm-sglang or speculators first"
     yield from unknown_to_engines(config)
     if config.layer_family == "gemma4":
-        yield "it has no Gemma 4 drafter"
+        yield "it does not support Gemma 4 drafters"
     if config.markov_rank and config.markov_head_type != "vanilla":
-        yield f"it loads vanilla sequential heads only, not {config.markov_head_type} ones"
+        yield f"it only supports vanilla sequential heads, not {config.markov_head_type} ones"
 
 
 TESTS: dict[str, Callable[[Any, str], Iterator[str]]] = {

@@ -1,7 +1,7 @@
-"""Fields of a drafter's configuration, wherever and however a public format spells them.
+"""Reads the fields of a drafter's configuration from any public format, whatever their place and spelling.
 
-All formats describe the same drafter: a copy of a decoder's configuration with the drafter's own fields added, at the
-top level or in a section of their own. A format module says what its files leave unsaid; everything else is here.
+All formats have the same structure: a copy of a decoder's configuration, with the drafter's fields added at the top level or
+in a separate section. A format module supplies what its files leave out; everything else is here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .files import TensorInfo
 SECTIONS = ("dspark_config", "dflash_config")
 PREFIXES = ("", "dspark_")
 
-# Needed to build the decoder layers; a value that is guessed loads cleanly and drafts nonsense.
+# Needed to build the decoder layers. With a guessed value, a drafter would load without an error and draft nonsense.
 GEOMETRY = (
     "hidden_size",
     "intermediate_size",
@@ -39,7 +39,7 @@ PLAIN = (
     "dtype",
 )
 
-# What every format writes of the decoder layers, under the same names.
+# The fields of the decoder layers that every format writes, under the same names.
 DECODER = (
     *GEOMETRY,
     "head_dim",
@@ -71,7 +71,7 @@ class Fields:
         return next((value for value in found if value is not None), default)
 
     def all(self, name: str) -> list[Any]:
-        """Every value a field has in different places, without repetition."""
+        """The distinct values that a field has in different places."""
         values: list[Any] = []
         for place in self._places:
             if place.get(name) is not None and place[name] not in values:
@@ -87,8 +87,7 @@ def layer_fields(
 
     Args:
         config: The raw `config.json`.
-        tensors: What the files hold, under the drafter's names.
-        layer_options: The options of the family that the decoder layers are of.
+        layer_options: The layer options of the drafter's model family.
 
     Raises:
         ValueError: when a field that cannot be guessed is missing, or two spellings of one contradict each other.
@@ -132,10 +131,10 @@ def flat_config(
     Args:
         config: The raw `config.json`.
         tensors: What the files hold, under the drafter's names.
-        sample_from_anchor: The slot layout of files of this format that do not name theirs.
-        family: The decoder layers, a key of `DSparkConfig.layer_families`.
-        block_size: The block size of files of this format that do not name theirs; `None` where they have to.
-        overrides: Fields of `DSparkConfig` that the format decides.
+        sample_from_anchor: The slot layout for files of this format that do not specify it.
+        family: The family of the decoder layers, a key of `DSparkConfig.layer_families`.
+        block_size: The block size for files of this format that do not specify it; `None` if they must.
+        overrides: Fields of `DSparkConfig` that are the same for all files of the format.
 
     Raises:
         ValueError: when a field that cannot be guessed is missing, or two spellings of one contradict each other.
@@ -157,13 +156,13 @@ def flat_config(
 
 
 def decoder_dict(config: DSparkConfig) -> dict[str, Any]:
-    """The decoder layers of a drafter in the spelling of transformers' Qwen3, which every format but ours shares."""
+    """The decoder layers as fields of transformers' Qwen3 configuration, which all formats except ours use."""
     slides = "sliding_attention" in (config.layer_types or [])
     return {
         "model_type": "qwen3",
         **{name: getattr(config, name) for name in DECODER},
         "rope_parameters": dict(config.rope_parameters or {}),
-        # transformers' Qwen3 forgets a window that is not switched on.
+        # transformers' Qwen3 ignores a window without use_sliding_window.
         "use_sliding_window": slides,
         "sliding_window": config.sliding_window if slides else None,
         "tie_word_embeddings": False,
@@ -171,7 +170,7 @@ def decoder_dict(config: DSparkConfig) -> dict[str, Any]:
 
 
 def head_dict(config: DSparkConfig) -> dict[str, Any]:
-    """The heads of a drafter, each field written even where a reader's default would do: the defaults differ."""
+    """The fields of a drafter's heads, all written out because the defaults of readers differ."""
     written = {
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head_type,
@@ -185,10 +184,10 @@ def head_dict(config: DSparkConfig) -> dict[str, Any]:
 
 def rotation(config: dict[str, Any], keep_partial: bool = False) -> dict[str, Any]:
     """
-    RoPE parameters in transformers' current spelling, without what was inherited from the target.
+    RoPE parameters in transformers' current form, without those that were copied from the target and do not apply.
 
-    Qwen3-style drafters rotate the whole head even where the copied configuration says partial, and their positions
-    are plain even where the target's are multimodal (deepseek-ai/DeepSpec#71).
+    Qwen3-style drafters rotate the whole head even if the copied configuration says partial, and their positions are plain
+    even if the target's are multimodal (deepseek-ai/DeepSpec#71).
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
@@ -214,7 +213,7 @@ def target_layer_ids(fields: Fields) -> list[int]:
     `eagle_aux_hidden_state_layer_ids` count inputs instead, so they are one higher for the same tap.
 
     Raises:
-        ValueError: when there are none (those that loaders guess are wrong for most files) or the two disagree.
+        ValueError: when there are none (the defaults that other loaders use are wrong for most files), or the two disagree.
     """
     ids, inputs = fields.get("target_layer_ids", "layer_ids"), fields.get("eagle_aux_hidden_state_layer_ids")
     if ids is None and inputs is None:
@@ -238,7 +237,7 @@ def target_layer_ids(fields: Fields) -> list[int]:
 
 def slot_layout(fields: Fields, default: bool) -> bool:
     """
-    Whether the anchor's own slot predicts.
+    Whether the anchor's slot predicts (`sample_from_anchor`).
 
     Raises:
         ValueError: when the file says both.
@@ -255,7 +254,7 @@ def slot_layout(fields: Fields, default: bool) -> bool:
 
 
 def windows(fields: Fields, layer_types: list[str]) -> dict[str, Any]:
-    """`layer_types` and `sliding_window`; `use_swa` makes every layer slide whatever the copied layer types say."""
+    """`layer_types` and `sliding_window`. `use_swa` makes every layer a sliding one, whatever the copied layer types are."""
     window = fields.get("swa_window_size", "sliding_window")
     if fields.get("use_swa") and "sliding_attention" not in layer_types:
         layer_types = ["sliding_attention"] * len(layer_types)
@@ -264,7 +263,7 @@ def windows(fields: Fields, layer_types: list[str]) -> dict[str, Any]:
 
 
 def heads(fields: Fields, tensors: dict[str, TensorInfo], hidden_size: int) -> dict[str, Any]:
-    """What the file declares about its heads, and where it declares nothing, what its tensors are."""
+    """The fields of the heads: as the file declares them, otherwise derived from its tensors."""
     embedding = tensors.get("markov_head.markov_w1.weight")
     confidence = tensors.get("confidence_head.proj.weight")
     by_tensor = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
@@ -284,7 +283,7 @@ def heads(fields: Fields, tensors: dict[str, TensorInfo], hidden_size: int) -> d
 
 
 def vocabulary(fields: Fields, tensors: dict[str, TensorInfo], vocab_size: int) -> dict[str, Any]:
-    """The draft vocabulary and which of embedding and LM head the file holds."""
+    """The draft vocabulary, and whether the file contains an embedding and an LM head."""
     table = tensors.get("draft_token_ids")
     size = fields.get("draft_vocab_size", default=table.shape[0] if table is not None else None)
     return {
@@ -295,7 +294,7 @@ def vocabulary(fields: Fields, tensors: dict[str, TensorInfo], vocab_size: int) 
 
 
 def logit_scale(fields: Fields) -> float:
-    """Factor on the base logits; targets with muP heads divide their hidden state instead."""
+    """Factor on the base logits. Targets with muP heads specify a divisor of the hidden state instead."""
     divisor = fields.get("logits_mup_width_multiplier", default=1.0)
     return fields.get("output_multiplier", default=1.0) / divisor
 
@@ -306,10 +305,10 @@ def draft_token_ids(table: torch.Tensor, marked: torch.Tensor | None, vocab_size
 
     Args:
         table: `d2t`, `[V_draft]`.
-        marked: `t2d` where the file has it: True at the tokens of the draft vocabulary, `[V]`. It settles the matter.
-            Without it the reading that gives different ids inside the vocabulary counts. Should both do so, the table
-            holds ids: offsets repeat wherever a vocabulary has two neighbouring ids, and any real one has.
-        vocab_size: Tokens of the full vocabulary.
+        marked: `t2d` if the file has it: True at the tokens of the draft vocabulary, `[V]`. Then it decides between the two
+        readings. Without it, the reading is taken that gives distinct ids inside the vocabulary. If both do, the
+        table holds ids: any real vocabulary contains two neighbouring ids, whose offsets would be equal.
+        vocab_size: Size of the full vocabulary.
 
     Raises:
         ValueError: when neither reading gives a draft vocabulary, or not the one that `t2d` marks.

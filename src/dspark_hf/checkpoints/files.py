@@ -22,15 +22,15 @@ from transformers.utils import (
 
 Shape = tuple[int, ...]
 
-# What a drafter's own generation_config.json says: drafts per round, the confidence that ends a round's drafts, the name of
-# the scheduler that decides on them, and whether drafting pauses where it does not pay.
+# Settings of a drafter in generation_config.json: drafts per round, the confidence below which drafting stops, the name of the
+# verification scheduler, and whether drafting pauses while it costs more than it saves.
 GENERATION_SETTINGS = (
     "num_assistant_tokens",
     "assistant_confidence_threshold",
     "verify_scheduler",
     "drafting_backoff",
 )
-# What a pass of the target costs, measured once.
+# The measured cost of a target pass.
 THROUGHPUT_CURVE_NAME = "throughput_curve.json"
 
 # What to do about weights in a pickle file, which is never opened here.
@@ -49,10 +49,10 @@ class TensorInfo(NamedTuple):
     One tensor of a file.
 
     Args:
-        shape: Its shape.
-        dtype: Its type in safetensors' spelling (`"BF16"`).
-        name: Its name in the file.
-        file: The file it is in.
+        shape: Shape of the tensor.
+        dtype: Dtype in safetensors' spelling (`"BF16"`).
+        name: Name of the tensor in the file.
+        file: The file that contains it.
     """
 
     shape: Shape
@@ -62,7 +62,7 @@ class TensorInfo(NamedTuple):
 
 
 class Source(Protocol):
-    """Files that hold a drafter: the raw configuration, the tensors by their name in the file, and their reading."""
+    """The files of a drafter: raw configuration, index of tensors by name in the file, and a method to read tensors."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -78,7 +78,7 @@ class SafetensorsSource:
     tensors: dict[str, TensorInfo]
 
     def read(self, tensors: dict[str, TensorInfo]) -> dict[str, torch.Tensor]:
-        """The given tensors, under the names they are given by."""
+        """Reads the given tensors; the result has the same keys."""
         read: dict[str, torch.Tensor] = {}
         for file in sorted({info.file for info in tensors.values()}):
             with safe_open(file, framework="pt") as opened:
@@ -88,7 +88,7 @@ class SafetensorsSource:
 
 def read_json(path: Any, name: str, hub: dict[str, Any]) -> dict[str, Any] | None:
     """
-    A JSON file of a checkpoint; `None` when there is none.
+    A JSON file of a checkpoint; `None` if it does not exist.
 
     Raises:
         OSError: when the folder or repository cannot be reached, or the file is not a JSON object.
@@ -103,7 +103,7 @@ def read_json(path: Any, name: str, hub: dict[str, Any]) -> dict[str, Any] | Non
             f"{file} is not a readable JSON file ({error}). It may be cut short: download it again."
         ) from error
     if not isinstance(content, dict):
-        raise OSError(f"{file} holds a JSON {type(content).__name__} where settings by name belong.")
+        raise OSError(f"{file} has to hold a JSON object, but it holds a {type(content).__name__}.")
     return content
 
 
@@ -112,8 +112,8 @@ def read_config(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
     The raw `config.json`.
 
     Raises:
-        OSError: when there is none.
-        ValueError: when its architectures, by which formats are told apart, are no names.
+        OSError: when it does not exist.
+        ValueError: when `architectures`, which identifies the format, is not a list of names.
     """
     config = read_json(path, CONFIG_NAME, hub)
     if not config and read_json(path, ADAPTER_CONFIG_NAME, hub):
@@ -125,7 +125,7 @@ def read_config(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
         try:
             cached_file(path, CONFIG_NAME, **hub)
         except OSError as error:
-            if isinstance(error.__cause__, LocalEntryNotFoundError):  # Nothing is known of the repository.
+            if isinstance(error.__cause__, LocalEntryNotFoundError):  # The repository could not be reached.
                 raise
         raise OSError(f"{path} has no {CONFIG_NAME}, so it is not a drafter checkpoint.")
     architectures = config.get("architectures") or []
@@ -137,17 +137,17 @@ def read_config(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_generation_settings(path: Any, hub: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a round in a checkpoint's generation_config.json; what else it holds is about the target."""
+    """The drafter's settings in a checkpoint's generation_config.json; its other entries concern the target."""
     stored = read_json(path, GENERATION_CONFIG_NAME, hub) or {}
     return {name: stored[name] for name in GENERATION_SETTINGS if stored.get(name) is not None}
 
 
 def read_weight_map(path: Any, hub: dict[str, Any], headers_only: bool = False) -> dict[str, str] | None:
     """
-    The shard each tensor is in; `None` for a checkpoint in one file. With `headers_only` that file is not fetched.
+    The shard of each tensor; `None` for a checkpoint in one file. With `headers_only` that file is not downloaded.
 
     Raises:
-        OSError: when there is no safetensors file, or the index names anything but files beside it.
+        OSError: when there is no safetensors file, or the index names something other than files in the same folder.
     """
     if headers_only:
         single = has_file(path, SAFE_WEIGHTS_NAME, hub)
@@ -164,7 +164,7 @@ def read_weight_map(path: Any, hub: dict[str, Any], headers_only: bool = False) 
     if strange := [shard for shard in weight_map.values() if not _is_plain_shard_name(shard)]:
         raise OSError(
             f"{SAFE_WEIGHTS_INDEX_NAME} of {path} names {strange[0]!r} as a shard, which is not a safetensors file "
-            "beside it, so nothing was read."
+            "in the same folder, so nothing was read."
         )
     return weight_map
 
@@ -173,8 +173,8 @@ def read_tensor_index(
     path: Any, weight_map: dict[str, str] | None, hub: dict[str, Any], headers_only: bool = False
 ) -> dict[str, TensorInfo]:
     """
-    Every tensor in a checkpoint's safetensors files, sharded or not. With `headers_only` only the headers of files on the Hub
-    are fetched.
+    The index of all tensors in a checkpoint's safetensors files, sharded or not. With `headers_only`, only the headers of
+    files on the Hub are downloaded.
 
     Raises:
         OSError: when a shard is missing, lacks what the index says it holds, or is damaged.
@@ -206,12 +206,12 @@ def _tensors_of(file: str) -> dict[str, TensorInfo]:
 
 
 def is_remote(path: Any) -> bool:
-    """Whether a path names a repository of the Hub that may be asked."""
+    """Whether a path is a repository on the Hub and the Hub may be accessed."""
     return not Path(path).exists() and not is_offline_mode()
 
 
 def has_file(path: Any, name: str, hub: dict[str, Any]) -> bool:
-    """Whether a checkpoint has a file of that name, which is not fetched."""
+    """Whether a checkpoint has a file of that name, without downloading it."""
     if is_remote(path):
         return _hub_api(hub).file_exists(str(path), _in_repository(name, hub), revision=hub.get("revision"))
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub) is not None

@@ -1,7 +1,7 @@
 """llama.cpp's GGUF files of architecture `dflash`, for DFlash and DSpark alike. Needs the `gguf` package.
 
-`dflash.target_layers` count inputs (one higher than ours) and `d2t` holds token ids. The vocabulary's size is not a field of
-its own: it is read from the tensors that span it, or from the tokenizer. Quantized tensors are expanded to float32.
+`dflash.target_layers` counts inputs of layers (one higher than ours), and `d2t` holds token ids. There is no field for the
+size of the vocabulary: it is read from the shape of tensors, or from the tokenizer. Quantized tensors become float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F64", "I64": "I64"
 
 
 def name_from_gguf(name: str) -> str:
-    """The drafter's name of a GGUF tensor."""
+    """The drafter's parameter name for a GGUF tensor."""
     if name in WHOLE_NAMES:
         return WHOLE_NAMES[name]
     if layer := re.fullmatch(r"blk\.(\d+)\.attn_sinks(\.weight)?", name):
@@ -63,7 +63,7 @@ def name_from_gguf(name: str) -> str:
 
 @dataclass
 class GGUFSource:
-    """One GGUF file: its metadata, and its tensors under the drafter's names."""
+    """One GGUF file: its metadata, and its tensors by the drafter's parameter names."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -90,7 +90,7 @@ def open_gguf(path: Any, gguf_file: str | None, hub: dict[str, Any]) -> GGUFSour
         reader = GGUFReader(file)
     except OSError:
         raise
-    except Exception as error:  # The reader trusts the file, so a damaged one can fail in any way.
+    except Exception as error:  # The gguf package does not validate the file, so a damaged one can raise anything.
         raise OSError(
             f"{file} is not a readable GGUF file ({error}). It may be cut short: download it again."
         ) from error
@@ -113,7 +113,7 @@ def open_gguf(path: Any, gguf_file: str | None, hub: dict[str, Any]) -> GGUFSour
 def read_config(metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
     """
     Raises:
-        ValueError: for a DFlash2 file, which only its metadata tells, and when a field is missing.
+        ValueError: for a DFlash2 file, which only the metadata identifies, and when a field is missing.
     """
     if "dflash.conv_kernel_size" in metadata or any("log_snr" in name for name in tensors):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a drafter checkpoint is: format, geometry, layout, what is odd about it and which engines can serve it."""
+"""Describes a drafter checkpoint: format, sizes, layout, unusual settings, and which engines can serve it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .unsupported import UnsupportedDrafterError, embedded_config, num_stages
 
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 
-# Fields copied from the target that mean nothing for the draft layers.
+# Fields copied from the target that have no meaning for the draft layers.
 INHERITED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "attn_output_gate", "num_experts")
 
 
 @dataclass
 class Inspection:
     """
-    What is known of a checkpoint without reading its weights. Prints as a summary.
+    A description of a checkpoint, made without reading its weights. `str()` gives a summary.
 
     Args:
-        path: Where it is.
-        format: Its public format, or the kind of drafter that is not loaded.
-        refusal: Why it is not loaded; `None` when it is.
-        config: Its configuration; `None` when it is not loaded.
+        path: Where the checkpoint is.
+        format: Its public format, or the name of the unsupported kind of drafter.
+        refusal: Why it cannot be loaded; `None` if it can.
+        config: Its configuration; `None` if it cannot be loaded.
         num_parameters, num_bytes: Size of its tensors.
-        dtypes: Tensors of each type.
-        oddities: What to look at twice.
-        engines: For each engine the reasons why it cannot serve the files as they are; none when it can.
-        embedded: The drafter's keys in its target's configuration, and its number of stages, for an embedded drafter.
+        dtypes: Number of tensors of each dtype.
+        oddities: Unusual settings, many of which cost acceptance when software ignores them.
+        engines: For each engine the reasons why it cannot serve these files; empty if it can.
+        embedded: For a drafter inside its target's repository: its keys in the configuration and its number of stages.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Inspection:
     embedded: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON has; `description` is the configuration in words."""
+        """All fields in JSON types; `description` is the configuration in words."""
         shown = {name: value for name, value in vars(self).items() if name != "config"}
         if (config := self.config) is not None:
             shown["config"] = config.to_dict()
@@ -81,7 +81,7 @@ class Inspection:
 
 def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
     """
-    Looks at a checkpoint without reading its weights; of one on the Hub only configuration and headers are fetched.
+    Describes a checkpoint without reading its weights. Of one on the Hub, only configuration and headers are downloaded.
 
     ```python
     >>> print(dspark_hf.checkpoints.inspect_checkpoint("RadixArk/Qwen3.8-27B-DSpark"))  # doctest: +SKIP
@@ -92,8 +92,8 @@ def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
         kwargs: `revision`, `token`, `subfolder`, ... as in `from_pretrained`.
 
     Raises:
-        OSError: when there is nothing to read.
-        ValueError: when it is no drafter, or is damaged. A known kind of drafter that is not loaded is no error here.
+        OSError: when there is no checkpoint.
+        ValueError: when it is not a drafter, or is damaged. A drafter of a known unsupported kind is not an error here.
     """
     try:
         checkpoint = read_checkpoint(path, None, kwargs, headers_only=True)
@@ -116,7 +116,7 @@ def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
 
 
 def engine_obstacles(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Why each engine cannot serve these files, the drafter's and what the files leave to be misread."""
+    """Why each engine cannot serve these files: features it does not support, and fields that it would misread."""
     reasons = engines.obstacles(checkpoint.config, checkpoint.format_name)
     if checkpoint.format_name == engines.DEEPSPEC:
         for engine in ("vLLM", "SGLang"):
@@ -131,16 +131,16 @@ def _misread(engine: str, config: Any, raw: dict[str, Any]) -> Iterator[str]:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
     if engine == "vLLM" and partial != 1.0 and "partial_rotary_factor" not in (config.rope_parameters or {}):
-        yield f"it would rotate only a part of the head, as the copied partial_rotary_factor says: {advice}"
+        yield f"it would rotate only a part of each head, because of the copied partial_rotary_factor: {advice}"
     slides = "sliding_attention" in (config.layer_types or ())
     if slides and not (raw.get("use_sliding_window") and raw.get("sliding_window")):
-        yield f"it forgets a window without use_sliding_window and sliding_window: {advice}"
+        yield f"it ignores the sliding window unless use_sliding_window and sliding_window are set: {advice}"
     if config.is_causal is not None and raw.get("is_causal") is None and engine == "SGLang":
-        yield f"it reads whether blocks are causal from is_causal only: {advice}"
+        yield f"it only looks at is_causal to find out whether blocks are causal: {advice}"
 
 
 def oddities(checkpoint: Checkpoint) -> Iterator[str]:
-    """What to look at twice: most of it is what silently costs acceptance elsewhere."""
+    """Unusual settings, most of which silently cost acceptance in software that ignores them."""
     config, raw = checkpoint.config, checkpoint.source.config
     fields = Fields(raw)
     contested = checkpoint.format_name in (engines.SPECFORGE, engines.SPECULATORS, engines.ZLAB)
@@ -149,7 +149,7 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"it does not say whether the anchor predicts; files of this format without the key are read as: it {reading}"
     for name in ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "is_causal"):
         if len(values := fields.all(name)) > 1:
-            yield f"{name} is given as {' and as '.join(map(str, values))}; the first was taken"
+            yield f"{name} is given as {' and as '.join(map(str, values))}; the first is used"
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     used = config.to_dict().get("rope_parameters") or {}
     if copied := [name for name in INHERITED if (raw.get(name) or rope.get(name)) and name not in used]:
@@ -159,17 +159,17 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"it asks for {tokens} drafts per round, but its block gives {config.num_draft_tokens}"
     yield from _odd_taps(config)
     if frozen := [name for name in OPTIONAL_TENSORS if name in checkpoint.tensors and not config.draft_vocab_size]:
-        yield f"it holds copies of the target's {' and '.join(frozen)} (borrow_embeddings=True leaves them unread)"
+        yield f"it contains copies of the target's {' and '.join(frozen)} (borrow_embeddings=True does not read them)"
     if len({info.dtype for info in checkpoint.tensors.values() if info.dtype not in ("I64", "I32")}) > 1:
         yield "its weights are of different types"
     if "auto_map" in raw:
-        yield "it names code of its own (auto_map), which is not run"
+        yield "it refers to Python code in its repository (auto_map), which is not run"
     if isinstance(checkpoint.path, str | Path) and Path(checkpoint.path).is_dir():
         pickles = sorted(
             file.name for file in Path(checkpoint.path).iterdir() if file.suffix in (".bin", ".pt", ".pth")
         )
         if pickles:
-            yield f"{', '.join(pickles)} beside it: pickle files are not read"
+            yield f"{', '.join(pickles)} in the same folder: pickle files are not read"
 
 
 def _odd_taps(config: DrafterConfig) -> Iterator[str]:
@@ -180,6 +180,6 @@ def _odd_taps(config: DrafterConfig) -> Iterator[str]:
     if ids[0] == -1:
         yield "it taps the embedding output (layer -1), which SGLang cannot"
     if config.num_target_layers is not None and ids[-1] == config.num_target_layers - 1:
-        yield "it taps the target's last layer, whose output transformers gives after the final norm and others before it"
+        yield "it taps the target's last layer, whose output is taken after the final norm by transformers, before it by others"
     elif config.num_target_layers is None:
         yield "it does not say how many layers its target has"

@@ -1,6 +1,6 @@
-"""NVIDIA ModelOpt's DSpark export: z-lab's configuration, and heads under flat names beside the backbone.
+"""NVIDIA ModelOpt's DSpark export: z-lab's configuration, and the tensors of the heads without a prefix.
 
-The anchor predicts. `dflash_config.causal` is always written; with a sliding window the layer types still say full.
+The anchor predicts. `dflash_config.causal` is always written. With a sliding window, the layer types still say "full".
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ def write_config(config: DSparkConfig) -> dict[str, Any]:
 
 
 def their_name(name: str) -> str:
-    """ModelOpt's name of one of our tensors."""
+    """ModelOpt's name for one of our parameters."""
     return name.removeprefix("markov_head.").replace("confidence_head.proj.", "confidence_proj.")

@@ -1,6 +1,7 @@
-"""transformers' own DFlash drafter, `MuseGlimmerAssistantModel`: z-lab's method under names of its own.
+"""transformers' DFlash drafter, `MuseGlimmerAssistantModel`: z-lab's method with different names.
 
-Layers slide and see both ways; the target's embedding rows are taken before the norm that its module applies.
+Its layers have a sliding window and are bidirectional within a block. It uses the stored embedding rows of the target, without
+the norm that the target's embedding module applies.
 """
 
 from __future__ import annotations

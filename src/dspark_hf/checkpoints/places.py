@@ -1,4 +1,4 @@
-"""Where a model is read from, a folder or a repository on the Hub, and one sentence for every way in which that fails."""
+"""Checks where a model is read from, a folder or a repository on the Hub, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 
-# The base class of connection errors too, in whichever version of httpx this huggingface_hub uses.
+# The base class of all connection errors, found through the Hub's error classes.
 HTTPError = HfHubHTTPError.__bases__[0]
 
 
@@ -34,7 +34,7 @@ def check_place(name: Any) -> None:
         raise FileNotFoundError("The name of a model is empty: give a folder or the name of a model on the Hub.")
     path = Path(text)
     if path.is_file() and path.suffix != ".gguf":
-        raise NotADirectoryError(f"'{text}' is a file: give the folder that it is in.")
+        raise NotADirectoryError(f"'{text}' is a file: give the folder that contains it.")
     if path.exists():
         return
     try:
@@ -48,15 +48,15 @@ def check_place(name: Any) -> None:
 @contextlib.contextmanager
 def reading(name: Any, revision: str | None = None) -> Iterator[None]:
     """
-    Says in one sentence why a model cannot be read.
+    A context in which failures to read a model become one-sentence errors.
 
     Args:
         name: Folder or repository.
         revision: Branch, tag or commit that was asked for.
 
     Raises:
-        OSError: when there is no such place, the Hub refuses or cannot be reached, or a file of weights is damaged. Other
-            errors are left as they are.
+        OSError: when the model does not exist, the Hub refuses access or cannot be reached, or a file of weights is damaged.
+        Other errors are not changed.
     """
     check_place(name)
     try:
@@ -69,7 +69,7 @@ def reading(name: Any, revision: str | None = None) -> Iterator[None]:
 
 
 def _why(name: Any, revision: str | None, error: BaseException) -> str | None:
-    """The sentence for an error, or for the error that caused it; `None` for one that is not about where a model is."""
+    """The sentence for an error, or for the error that caused it; `None` for errors of other kinds."""
     causes = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -81,7 +81,7 @@ def _why(name: Any, revision: str | None, error: BaseException) -> str | None:
 
     if isinstance(error, SafetensorError):
         return f"A file of weights of '{name}' is damaged ({error}). Download or save it again."
-    if is_caused_by(GatedRepoError):  # Before its base, RepositoryNotFoundError.
+    if is_caused_by(GatedRepoError):  # Tested before RepositoryNotFoundError, which is its base class.
         return (
             f"'{name}' is gated on the Hub: ask for access on its page, https://huggingface.co/{name}, and log in with "
             "`hf auth login`."

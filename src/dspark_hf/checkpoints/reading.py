@@ -1,4 +1,4 @@
-"""From files to a drafter's configuration and tensors: recognise the format, translate, and check before loading."""
+"""Reads a drafter's files: recognises the format, translates configuration and tensor names, and checks before loading."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from .files import (
 from .places import reading
 from .unsupported import is_embedded, refuse_unsupported
 
-# In the order they are tried.
+# In the order in which they are tried.
 FORMATS: tuple[ModuleType, ...] = (dspark, eagle3, speculators, modelopt, deepspec, specforge, zlab, muse_glimmer)
 
-# How the names of architectures end that are targets.
+# Endings of the names of architectures that are targets.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
-# Frozen copies of the target's tensors, which the drafter does without where it borrows the target's own.
+# Frozen copies of the target's tensors, which are not needed when the drafter borrows the target's.
 OPTIONAL_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 
-# The spellings of a name that differ between formats; the rest of a name is the same everywhere.
+# Parts of names that differ between formats; the rest of a name is the same everywhere.
 PREFIXES = {
     "model.": "",
     "logit_head.": "",
@@ -55,14 +55,14 @@ PREFIXES = {
 }
 NAMES = muse_glimmer.NAMES | {"d2t": "draft_token_ids", "mask_embedding.weight": "mask_embedding"}
 
-# Which tokens a draft vocabulary holds, said a second time; and what speculators keeps of its verifier.
+# Tensors that repeat which tokens are in the draft vocabulary, and those that speculators keeps from its verifier.
 BESIDE = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 MOST_PROBLEMS = 20
 
 
 def our_name(name: str) -> str:
-    """The drafter's name of a tensor that a public format calls `name`."""
+    """The drafter's parameter name for a tensor that a public format calls `name`."""
     for prefix, ours in PREFIXES.items():
         if name.startswith(prefix):
             name = ours + name.removeprefix(prefix)
@@ -72,17 +72,17 @@ def our_name(name: str) -> str:
 @dataclass
 class Checkpoint:
     """
-    A drafter's files, understood but with no weights read.
+    A drafter's files, with the configuration and the index of tensors translated, but no weights read.
 
     Args:
-        path: Where they are.
-        format_name: The public format they are in.
+        path: Where the files are.
+        format_name: Their public format.
         config: The drafter's configuration.
-        tensors: What the files hold, under the drafter's names.
-        source: The files.
-        beside: Tensors of the format that are not the drafter's.
-        generation_settings: The settings of a round, where the files have them.
-        throughput_curve: What a pass of the target costs, where it was measured: the file as it is.
+        tensors: The tensors in the files, by the drafter's parameter names.
+        source: Reads the files.
+        beside: Tensors of the format that are not parameters of the drafter.
+        generation_settings: The drafter's generation settings, if the files have them.
+        throughput_curve: The measured cost of a target pass, if the files have it: the contents of that file.
     """
 
     path: Any
@@ -96,16 +96,16 @@ class Checkpoint:
 
     @property
     def loads_by_name(self) -> bool:
-        """Whether every tensor goes into the drafter as it is in the files, so that transformers can load it lazily."""
+        """Whether no tensor has to be converted, so that transformers can load the files lazily."""
         same_names = all(name == info.name for name, info in self.tensors.items())
         return isinstance(self.source, SafetensorsSource) and same_names and not self.beside
 
     def check_tensors(self, expected: dict[str, Shape]) -> None:
         """
-        Compares the files with what the configuration asks for.
+        Compares the tensors in the files with those that the configuration requires.
 
         Raises:
-            ValueError: one message with all missing, unexpected, wrongly shaped and wrongly typed tensors.
+            ValueError: one message with all missing and unexpected tensors and those of a wrong shape or dtype.
         """
         if problems := sorted(self._problems(expected)):
             if len(problems) > MOST_PROBLEMS:
@@ -123,13 +123,13 @@ class Checkpoint:
                     yield f"unexpected: {printable(name)} {list(shape)}"
                 continue
             if shape != expected[name]:
-                yield f"wrong shape: {name} is {list(shape)}, the configuration asks for {list(expected[name])}"
+                yield f"wrong shape: {name} is {list(shape)}, but has to be {list(expected[name])} according to the configuration"
             allowed = ID_TYPES if name == "draft_token_ids" else FLOAT_TYPES
             if dtype not in allowed:
-                yield f"wrong type: {name} is {dtype}, it can be {', '.join(sorted(allowed))}"
+                yield f"wrong type: {name} is {dtype}, but has to be one of {', '.join(sorted(allowed))}"
 
     def read_tensors(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """The drafter's tensors of the given names."""
+        """Reads the tensors of the given parameter names."""
         tensors = self.source.read({name: info for name, info in self.tensors.items() if name in names})
         if "draft_token_ids" in tensors and self.tensors["draft_token_ids"].name == "d2t":
             marked = self.source.read({n: info for n, info in self.beside.items() if n == "t2d"}).get("t2d")
@@ -145,9 +145,9 @@ def read_checkpoint(
 
     Args:
         path: Folder or Hub repository, or a GGUF file.
-        config: Used instead of the checkpoint's own configuration.
-        kwargs: Arguments of `from_pretrained`, of which those that choose a file on the Hub are used.
-        headers_only: Do not fetch the weights of a repository on the Hub; then they cannot be read either.
+        config: Used instead of the checkpoint's configuration.
+        kwargs: Arguments of `from_pretrained`; those that choose a file on the Hub are used.
+        headers_only: Do not download the weights of a repository on the Hub; then they cannot be read.
 
     Raises:
         OSError: when the configuration or the weights cannot be found or read.
@@ -165,12 +165,14 @@ def _read_checkpoint(
     tensors: dict[str, TensorInfo] = {}
     for name, info in source.tensors.items():
         if tensors.setdefault(our_name(name), info) is not info:
-            raise ValueError(f"{path} holds {printable(our_name(name))} twice, as {printable(name)} too.")
+            raise ValueError(
+                f"{path} contains {printable(our_name(name))} twice, the second time as {printable(name)}."
+            )
     beside = {name: tensors.pop(name) for name in BESIDE if name in tensors}
     if config is None:
         config = translated_config(path, reader, source.config, tensors)
     if config.draft_vocab_size is None and "draft_token_ids" in tensors:
-        beside["d2t"] = tensors.pop("draft_token_ids")  # The full vocabulary, spelled out.
+        beside["d2t"] = tensors.pop("draft_token_ids")  # A list of the full vocabulary, so it is not a reduced one.
     settings = read_generation_settings(path, hub) if isinstance(source, SafetensorsSource) else {}
     curve = read_json(path, THROUGHPUT_CURVE_NAME, hub) if reader is dspark else None
     return Checkpoint(path, reader.NAME, config, tensors, source, beside, settings, curve)
@@ -179,12 +181,12 @@ def _read_checkpoint(
 def open_source(
     path: Any, hub: dict[str, Any], gguf_file: str | None = None, headers_only: bool = False
 ) -> tuple[Source, ModuleType]:
-    """The files of a checkpoint and the module that understands them."""
+    """The files of a checkpoint and the module for its format."""
     if gguf_file is not None or str(path).endswith(".gguf"):
         return gguf.open_gguf(path, gguf_file, hub), gguf
     raw = read_config(path, hub)
     weight_map = read_weight_map(path, hub, headers_only)
-    if weight_map is not None:  # By name alone, before shards that may be as large as a target are fetched.
+    if weight_map is not None:  # By tensor names, before shards are downloaded, which may be as large as a target.
         reader_of(path, raw, {our_name(name): TensorInfo((), "", name, "") for name in weight_map})
     tensors = read_tensor_index(path, weight_map, hub, headers_only)
     renamed = {our_name(name): info for name, info in tensors.items()}
@@ -198,21 +200,21 @@ def open_source(
 
 
 def is_drafter(raw: dict[str, Any]) -> bool:
-    """Whether a configuration alone says that a checkpoint is a drafter in a format that is read here."""
+    """Whether a configuration alone identifies a checkpoint as a drafter in a supported format."""
     return any(reader.recognise(raw, {}) for reader in FORMATS)
 
 
 def reader_of(path: Any, raw: dict[str, Any], tensors: dict[str, TensorInfo]) -> ModuleType:
     """
-    The module that understands a checkpoint.
+    The module for the format of a checkpoint.
 
     Args:
         path: Folder or Hub repository.
         raw: Its configuration.
-        tensors: What its files hold, under the drafter's own names.
+        tensors: The tensors in its files, by the drafter's parameter names.
 
     Raises:
-        ValueError: when there is none: it is a language model, a drafter of another method, or neither.
+        ValueError: when there is none: the checkpoint is a language model, an unsupported drafter, or neither.
     """
     reader = next((reader for reader in FORMATS if reader.recognise(raw, tensors)), None)
     language_models = [name for name in raw.get("architectures") or [] if name.endswith(LANGUAGE_MODELS)]
@@ -237,7 +239,7 @@ def translated_config(
     The drafter's configuration.
 
     Raises:
-        ValueError: when it cannot be made of what the files say.
+        ValueError: when the files do not give a valid configuration.
     """
     try:
         config: DrafterConfig = reader.read_config(raw, tensors)
@@ -248,7 +250,7 @@ def translated_config(
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if len(layers) != config.num_hidden_layers:
         raise ValueError(
-            f"The tensors of {path} do not fit its configuration: they are of {len(layers)} layers, num_hidden_layers is "
+            f"The tensors of {path} do not fit its configuration: they have {len(layers)} layers, num_hidden_layers is "
             f"{config.num_hidden_layers}."
         )
     config.name_or_path = str(path)

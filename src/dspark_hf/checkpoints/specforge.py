@@ -1,6 +1,6 @@
 """SpecForge's DSpark checkpoints (`RadixArk/*-DSpark`): z-lab's layout with heads, and with an anchor that predicts.
 
-The drafter's fields are in `dflash_config`. Files written by early versions prefix the heads' tensors with `logit_head.`.
+The drafter's fields are in `dflash_config`. In files of early versions, the heads' tensors have the prefix `logit_head.`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
 def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
     fields = Fields(config)
     options: dict[str, Any] = {}
-    # Where only the loss weight of the confidence head is named, the head exists when it had a weight.
+    # Some files only have the loss weight of the confidence head: the head exists if that was not zero.
     alpha = fields.get("confidence_head_alpha")
     if fields.get("enable_confidence_head") is None and alpha is not None and not alpha > 0:
         options["enable_confidence_head"] = False

@@ -1,11 +1,12 @@
 """vLLM's "speculators" checkpoints (`RedHatAI/*-speculator.dspark`), DSpark and DFlash.
 
-The decoder's configuration is in `transformer_layer_config`, the layers are Qwen3's whatever its model type. Layer ids count
-inputs: `aux_hidden_state_layer_ids` j is `hidden_states[j]`. Until July 2026 the anchor of every such drafter predicted
-nothing, so that is how a file without `sample_from_anchor` is read. Embedding and LM head are the target's; older files
-hold copies. `d2t` holds offsets.
+The decoder's configuration is in `transformer_layer_config`; the layers are Qwen3's, whatever its model type. Layer ids count
+inputs: `aux_hidden_state_layer_ids` j is `hidden_states[j]`. Until July 2026 the anchor of all these drafters predicted
+nothing, so this is assumed for files without `sample_from_anchor`. Embedding and LM head are the target's; older files
+contain copies. `d2t` holds offsets.
 
-A sliding layer's window is read as vLLM serves it, counted back from each slot; in training it counts from the anchor.
+The window of a sliding layer counts back from each slot, as in vLLM; the speculators package trains with a window that counts
+from the anchor.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSpar
 
 
 def decoder_fields(layers: Any) -> dict[str, Any]:
-    """The decoder's fields with the defaults of its class: the file may leave out what equals them."""
+    """The decoder's fields, with the defaults of its class for those that the file leaves out."""
     if not isinstance(layers, dict):
         raise ValueError("The drafter's configuration has no transformer_layer_config, so its layers are unknown.")
     options = {name: value for name, value in layers.items() if name != "model_type"}
@@ -67,7 +68,7 @@ def decoder_fields(layers: Any) -> dict[str, Any]:
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"transformer_layer_config is of model_type {model_type!r}, which transformers does not know.")
     complete = CONFIG_MAPPING[model_type](**options).to_dict()
-    # The class drops a window that `use_sliding_window` does not switch on; what the file says about windows counts.
+    # The class drops the window if `use_sliding_window` is off, so the fields about windows are taken from the file.
     return complete | {name: layers[name] for name in ("sliding_window", "layer_types") if name in layers}
 
 
@@ -76,10 +77,10 @@ def verifier(config: dict[str, Any]) -> str | None:
 
 
 def limits(config: DSparkConfig) -> Iterator[str]:
-    """What the speculators package does not know of this drafter."""
+    """Features of this drafter that the speculators package does not support."""
     yield from unknown_to_engines(config, mixed_causality=True)
     if config.layer_family == "gemma4":
-        yield "its draft layers are Qwen3's"
+        yield "it only supports Qwen3 draft layers"
     if config.attention_sinks or config.rotary_interleaved:
         yield "it has no attention sinks and no interleaved rotation"
 
@@ -87,7 +88,7 @@ def limits(config: DSparkConfig) -> Iterator[str]:
 def write_config(config: DSparkConfig, target_architectures: list[str]) -> dict[str, Any]:
     """
     Raises:
-        ValueError: when the drafter does not know its target's name, which every reader asks for.
+        ValueError: when the drafter's configuration has no `target_name_or_path`, which readers of this format require.
     """
     if not config.target_name_or_path:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Drafters that are recognised and not loaded: other methods, and layers or weights that are not implemented here."""
+"""Drafters that are recognised but not supported: other methods, layers or number formats."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Test = Callable[[dict[str, Any], dict[str, TensorInfo]], bool]
 
 class Unsupported(NamedTuple):
     """
-    A kind of drafter that is not loaded.
+    A kind of drafter that cannot be loaded.
 
     Args:
-        name: What it is.
-        applies: Whether a configuration and tensors are of this kind.
-        needs: What it would take, or what to do instead.
+        name: Name of the kind.
+        applies: Whether a configuration and an index of tensors are of this kind.
+        needs: What is missing to support it, or what to do instead.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Unsupported(NamedTuple):
 
 class UnsupportedDrafterError(ValueError):
     """
-    A drafter of a kind that is recognised and not loaded.
+    Raised for a drafter that is recognised but not supported.
 
     Attributes:
-        kind ([`Unsupported`]): What it is.
-        config, tensors: What its files say, for showing it.
+        kind ([`Unsupported`]): The kind of drafter.
+        config, tensors: The raw configuration and the index of tensors.
     """
 
     def __init__(self, path: Any, kind: Unsupported, config: dict[str, Any], tensors: dict[str, TensorInfo]):
@@ -67,9 +67,9 @@ def is_quantized(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool
 
 
 def has_gated_queries(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
-    """Qwen3.5's attention: the query projection gives an output gate as well, so it is twice as wide."""
+    """Qwen3.5's attention: the query projection also computes an output gate, so it is twice as wide."""
     query, output = (tensors.get(f"layers.0.self_attn.{name}_proj.weight") for name in ("q", "o"))
-    # Shapes are not known yet where only an index was read.
+    # Shapes are unknown if only the index of the shards was read.
     return query is not None and output is not None and query.shape != () and query.shape[0] == 2 * output.shape[-1]
 
 
@@ -127,7 +127,7 @@ UNSUPPORTED = (
 
 
 def refuse_unsupported(path: Any, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
-    """Raises [`UnsupportedDrafterError`] for a drafter of a kind that is known and not loaded."""
+    """Raises [`UnsupportedDrafterError`] for a drafter of a known unsupported kind."""
     for kind in UNSUPPORTED:
         if kind.applies(config, tensors):
             raise UnsupportedDrafterError(path, kind, config, tensors)
@@ -141,5 +141,5 @@ def embedded_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_stages(tensors: dict[str, TensorInfo]) -> int:
-    """Stages of an embedded drafter. Its configuration does not count them; the tensors `mtp.<stage>.` do."""
+    """Number of stages of an embedded drafter, from its tensors `mtp.<stage>.`; its configuration does not say."""
     return len({info.name.split(".")[1] for info in tensors.values() if info.name.startswith("mtp.")})

@@ -1,4 +1,4 @@
-"""Writing a drafter for other software: translate, write beside the destination, read back, compare, then move there."""
+"""Exports a drafter for other software: writes to a temporary folder, reads back and compares, then moves into place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMAT_NAMES = {
     "modelopt": engines.MODELOPT,
 }
 
-# Which engines a format is written for.
+# The engines that each format is written for.
 MADE_FOR = {
     "deepspec": ("vLLM", "SGLang"),
     "vllm-sglang": ("vLLM", "SGLang", "llama.cpp"),
@@ -38,13 +38,13 @@ MADE_FOR = {
     "modelopt": ("TensorRT-LLM",),
 }
 
-# What the software of a format does not know.
+# The function that lists what the software of a format does not support.
 LIMITS: dict[str, Callable[[DSparkConfig], Iterator[str]]] = {
     "deepspec": deepspec.limits,
     "speculators": speculators.limits,
 }
 
-# Fields that say something about a drafter without changing what it drafts; a format may have no place for them.
+# Fields that do not affect what is drafted, so a format need not store them.
 DESCRIPTIVE = {
     "architectures",
     "attention_dropout",
@@ -69,14 +69,14 @@ EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")
 @dataclass
 class Export:
     """
-    What was written.
+    The result of an export. `str()` gives a summary.
 
     Args:
-        path: The folder.
+        path: The folder that was written.
         format: The format's key, one of `EXPORT_FORMATS`.
-        launch: The command for each engine that serves the file.
-        refused: For each engine that does not, why.
-        notes: What is good to know about the file.
+        launch: The launch command of each engine that can serve the drafter.
+        refused: For each engine that cannot, the reasons.
+        notes: Remarks about the files.
     """
 
     path: Path
@@ -95,27 +95,27 @@ class Export:
 
 def export(drafter: DrafterModel, dst: Any, format: str) -> Export:
     """
-    Writes a drafter in a public format. Nothing appears at `dst` before the file was read back and found to be the same
-    drafter, bit for bit.
+    Writes a drafter in a public format. Before the files appear at `dst`, they are read back and compared with the drafter, bit
+    for bit.
 
     ```python
     >>> print(dspark_hf.checkpoints.export(drafter, "my-drafter", format="vllm-sglang"))  # doctest: +SKIP
     ```
 
     Args:
-        drafter ([`Drafter`]): The drafter. The deepspec format and a reduced draft vocabulary want its target's
-            embedding or LM head in the file: call `drafter.bind(target)` first.
+        drafter ([`Drafter`]): The drafter. Files in the deepspec format, and those with a reduced draft vocabulary, contain
+        the target's embedding or LM head, so call `drafter.bind(target)` first.
         dst: A folder that does not exist or is empty.
         format (`str`):
             `"deepspec"` for DeepSpec, `"vllm-sglang"` for one file that both engines load, `"speculators"` for vLLM and the
             speculators package, `"modelopt"` for TensorRT-LLM.
 
     Returns:
-        [`Export`], which prints as the launch command of each engine and the reasons of those that cannot serve it.
+        [`Export`], with the launch command of each engine, or the reasons why an engine cannot serve the drafter.
 
     Raises:
         ValueError: when the format cannot hold this drafter, or none of the engines it is for can serve it.
-        FileExistsError: when `dst` holds something.
+        FileExistsError: when `dst` is a folder that is not empty.
     """
     if format not in EXPORT_FORMATS:
         raise ValueError(f"format must be one of {EXPORT_FORMATS}, got {format!r}.")
@@ -133,7 +133,7 @@ def export(drafter: DrafterModel, dst: Any, format: str) -> Export:
 
 
 def check_servable(config: Any, dst: Path, format: str) -> None:
-    """Raises `ValueError` when what a format is for does not know this drafter, or every engine it is for refuses it."""
+    """Raises `ValueError` when the software of a format does not support this drafter, or none of its engines can serve it."""
     if format not in config.export_formats:
         raise ValueError(
             f"The {format} format cannot hold {config.method} drafters: leave format= out to save it for this library."
@@ -149,26 +149,24 @@ def check_servable(config: Any, dst: Path, format: str) -> None:
         raise ValueError(f"No engine that reads {format} files can serve this drafter:\n{listed}")
     if format == "vllm-sglang" and config.markov_rank and any(word in dst.name.lower() for word in ("dflash", "eagle")):
         raise ValueError(
-            f"vLLM takes a drafter at {dst.name!r} for another kind: choose a name without 'dflash' or 'eagle'."
+            f"vLLM chooses the kind of drafter by the folder's name, {dst.name!r}: choose a name without 'dflash' or 'eagle'."
         )
 
 
 def contents(drafter: DrafterModel, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The `config.json` and the tensors to write."""
-    config: Any = drafter.config  # Of a kind that the format can hold.
+    config: Any = drafter.config  # Of a kind that the format supports.
     if format == "deepspec" or config.draft_vocab_size:
         drafter = owning(drafter)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     if format != "deepspec":
-        # Engines and speculators use the target's; of the head only a reduced one is kept.
+        # Engines and speculators use the target's; only a head for a reduced vocabulary is stored.
         dropped = EMBEDDINGS[:1] if config.draft_vocab_size else EMBEDDINGS
         check_dropped(drafter, dropped)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in dropped}
     if (ids := tensors.pop("draft_token_ids", None)) is not None:
         if (ids.diff() <= 0).any():
-            raise ValueError(
-                "The draft vocabulary is not in ascending order, in which readers of d2t and t2d expect it."
-            )
+            raise ValueError("The draft vocabulary is not in ascending order, which readers of d2t and t2d expect.")
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if format == "modelopt":
@@ -180,17 +178,17 @@ def contents(drafter: DrafterModel, format: str) -> tuple[dict[str, Any], dict[s
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
     if len(dtypes) > 1:
         raise ValueError(
-            f"Engines want one type for all weights, this drafter has {sorted(dtypes)}: drafter.to(torch.bfloat16)."
+            f"Engines need one dtype for all weights, this drafter has {sorted(dtypes)}: call drafter.to(torch.bfloat16)."
         )
     return {name: value for name, value in written.items() if value is not None} | {"dtype": dtypes.pop()}, tensors
 
 
 def owning(drafter: DrafterModel) -> DrafterModel:
     """
-    The drafter, or a twin of it that owns the embedding and LM head it borrows.
+    The drafter, or a shallow copy that contains the embedding and LM head it borrows.
 
     Raises:
-        ValueError: when it has neither its own nor a target's.
+        ValueError: when they are neither in the drafter nor bound.
     """
     if drafter.lm_head is not None and (drafter.embed_tokens is not None or drafter.config.draft_vocab_size):
         return drafter
@@ -199,8 +197,8 @@ def owning(drafter: DrafterModel) -> DrafterModel:
 
 def check_dropped(drafter: DrafterModel, names: tuple[str, ...]) -> None:
     """
-    Raises `ValueError` when the drafter owns an embedding or LM head that is left out although the target's differs. Only
-    known for a drafter that was bound to its target; formats mean them to be frozen copies.
+    Raises `ValueError` when an embedding or LM head of the drafter would be left out although the target's differs. That is
+    only known for a drafter that was bound to its target. The formats assume that they are frozen copies.
     """
     if (target := drafter.bound_target) is None:
         return
@@ -210,8 +208,8 @@ def check_dropped(drafter: DrafterModel, names: tuple[str, ...]) -> None:
             continue
         if not isinstance(theirs.weight, torch.Tensor) or not torch.equal(ours, theirs.weight.to(ours)):
             raise ValueError(
-                f"The drafter's own {name} is not its target's, but engines would use the target's. Load the drafter with "
-                "borrow_embeddings=True if that is meant, or write the deepspec format, which keeps it."
+                f"The drafter's {name} differs from its target's, but engines would use the target's. Load the drafter with "
+                "borrow_embeddings=True if that is intended, or write the deepspec format, which keeps it."
             )
 
 
@@ -222,10 +220,10 @@ def target_architectures(drafter: DrafterModel) -> list[str]:
 
 def check_written(drafter: DrafterModel, folder: Path, format: str) -> None:
     """
-    Reads a written folder back as anyone would.
+    Reads a written folder back and compares it with the drafter.
 
     Raises:
-        ValueError: listing what the format changed about the drafter, or could not hold.
+        ValueError: with a list of what the format changed about the drafter, or could not store.
     """
     checkpoint = read_checkpoint(folder, None, {})
     with torch.device("meta"):
@@ -237,7 +235,7 @@ def check_written(drafter: DrafterModel, folder: Path, format: str) -> None:
         if name in tensors and not _same_bits(ours.detach().cpu(), tensors[name]):
             problems.append(f"{name} did not come back bit for bit")
         elif name not in tensors and name not in EMBEDDINGS:
-            problems.append(f"{name} has no place in it")
+            problems.append(f"it cannot store {name}")
     if format != "speculators":
         problems += list(_parse_problems(folder, drafter.config))
     if (layers := drafter.config.num_target_layers) and max(drafter.config.target_layer_ids or [-1]) > layers - 2:
@@ -246,13 +244,13 @@ def check_written(drafter: DrafterModel, folder: Path, format: str) -> None:
         )
     with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as opened:
         if (opened.metadata() or {}).get("format") != "pt":
-            problems.append("the safetensors file does not say that it is PyTorch's")
+            problems.append("the metadata of the safetensors file does not say that it is PyTorch's")
     if problems:
         raise ValueError(f"The {format} format cannot hold this drafter:\n" + "\n".join(f"- {p}" for p in problems))
 
 
 def differences(ours: Any, read: Any) -> Iterator[str]:
-    """Fields that came back changed and matter to what is drafted."""
+    """The fields that were read back with other values and affect what is drafted."""
     first, second = ours.to_dict(), read.to_dict()
     for name in sorted(first.keys() - DESCRIPTIVE):
         if first[name] != second.get(name) and not _both_unused(name, ours):
@@ -263,7 +261,7 @@ def differences(ours: Any, read: Any) -> Iterator[str]:
 
 
 def _both_unused(name: str, config: DSparkConfig) -> bool:
-    """Whether nothing in this drafter depends on a field."""
+    """Whether a field has no effect in this drafter."""
     return {
         "markov_head_type": not config.markov_rank,
         "confidence_head_with_markov": not config.enable_confidence_head,
@@ -272,7 +270,7 @@ def _both_unused(name: str, config: DSparkConfig) -> bool:
 
 
 def _parse_problems(folder: Path, config: Any) -> Iterator[str]:
-    """What transformers' own configuration classes, through which the engines read, would make of the file."""
+    """Problems when the file is read by transformers' configuration classes, as engines do."""
     parsed = AutoConfig.from_pretrained(folder)
     if "sliding_attention" in (config.layer_types or ()) and parsed.sliding_window != config.sliding_window:
         yield f"sliding_window={config.sliding_window} is read as {parsed.sliding_window}"
@@ -300,9 +298,11 @@ def report(drafter: DrafterModel, dst: Path, format: str) -> Export:
         if format == "vllm-sglang":
             notes.append("needs SGLang 0.5.19 or newer")
     if format == "speculators" and config.sample_from_anchor:
-        notes.append("needs vLLM 0.27 or newer; older ones take the anchor for a slot that predicts nothing")
+        notes.append("needs vLLM 0.27 or newer; older versions assume that the anchor's slot predicts nothing")
     if config.num_target_layers is None:
-        notes.append("the target's number of layers is unknown, so that its last is not tapped could not be checked")
+        notes.append(
+            "the target's number of layers is unknown, so it could not be checked that its last layer is not tapped"
+        )
     return Export(
         path=dst,
         format=format,

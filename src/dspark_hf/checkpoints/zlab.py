@@ -1,9 +1,9 @@
-"""z-lab's DFlash checkpoints (`z-lab/*-DFlash*`): the backbone alone, with the target's embedding and LM head.
+"""z-lab's DFlash checkpoints (`z-lab/*-DFlash*`): only the backbone, used with the target's embedding and LM head.
 
-The anchor's slot predicts nothing: a block of 16 gives 15 drafts. The embedding rows are the raw ones, unscaled even for
-targets that scale them. Fields may be at the top level or in `dflash_config`, which wins.
+The anchor's slot predicts nothing: a block of 16 gives 15 drafts. Embedding rows are not scaled, even for targets that scale
+them. Fields may be at the top level or in `dflash_config`, which has priority.
 
-Some of these files do carry a sequential head; its tensors make them DSpark drafters, whose anchor predicts.
+Some of these files have a sequential head. These are DSpark drafters, whose anchor predicts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .files import TensorInfo
 
 NAME = "z-lab DFlash"
 
-# MiMo drafters keep the vector of their masked slots in a pickle file.
+# MiMo drafters store the vector of their masked slots in a pickle file.
 MASK_PICKLE = "mask_embedding.pt"
 
 
@@ -26,7 +26,7 @@ def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
 
 def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
     has_head = any(name.startswith("markov_head.") for name in tensors) or bool(Fields(config).get("markov_rank"))
-    # MiMo's layers, told by their scaled values, really rotate a part of the head; elsewhere the factor is inherited.
+    # MiMo's layers, recognised by their value_scale, really rotate a part of the head; elsewhere the factor was just copied.
     rope = rotation(config, keep_partial=is_mimo(config))
     return flat_config(config, tensors, sample_from_anchor=has_head, block_size=16, rope_parameters=rope)
 

@@ -60,9 +60,8 @@ def run_round(call: Call) -> None:
         finally:  # Even if a criterion or streamer raises, no rejected draft stays in the cache.
             changes = [call.outputs[row].ids.shape[1] - before.shape[1] for row, before in zip(rows, ids, strict=True)]
             call.target.commit(changes)
-        counts = [
-            max(change, 0) for change in changes
-        ]  # When the batch ends, rows that were ahead are cut, so became shorter.
+        # When the batch ends, rows that were ahead of it are cut, so they may have become shorter.
+        counts = [max(change, 0) for change in changes]
         call.generator.context.add([output.context_features[0] for output in fed], counts)
         # If there was no room for drafts, the round says nothing about whether they pay.
         if any(max_drafts) or not any(wanted):

@@ -14,9 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .plan import Group, RaggedPlan
 
-_FEW_QUERIES = (
-    16  # Up to this many, query heads that share keys are treated as more queries, so that keys are not repeated.
-)
+# Up to this many queries per row, query heads that share keys are treated as more queries, so that keys are not repeated.
+_FEW_QUERIES = 16
 
 # Tensor arguments of attention functions that can be ignored, because the model has already used them.
 _WITHOUT_EFFECT = frozenset({"position_ids", "position_embeddings"})
@@ -68,7 +67,7 @@ class RaggedMask:
         raise NotPackable("it computes with its attention mask")
 
     def is_causal(self, group: Group) -> bool:
-        """Whether plain causal attention is right for the group: its rows are new, of equal length and within `reach`."""
+        """Whether plain causal attention is right for the group: its rows are new, have no masked columns, and fit `reach`."""
         return group.is_new and self.plan.key_mask is None and (self.reach is None or group.span <= self.reach)
 
     def visible(self, index: int, device: torch.device) -> torch.Tensor:

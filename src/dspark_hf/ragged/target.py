@@ -117,9 +117,8 @@ class RaggedTarget:
     def _forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: Any, forward_kwargs: dict[str, Any]
     ) -> Any:
-        if (
-            self._shares_keys
-        ):  # With a number of tokens instead of indices, Gemma 4 would drop the queries of other tokens.
+        if self._shares_keys:
+            # Indices, because with a number of tokens Gemma 4 would drop the queries of the other tokens.
             all_tokens = torch.arange(input_ids.shape[1], device=input_ids.device)
             forward_kwargs = {"logits_to_keep": all_tokens} | forward_kwargs
         return self.model(

@@ -1,4 +1,4 @@
-"""How many drafts to verify: calibrated confidence, the measured cost of a pass, and the schedulers that weigh the two."""
+"""How many drafts to verify: calibrated confidence, the measured cost of a pass, and schedulers that combine the two."""
 
 from .backoff import DraftingBackoff, NoBackoff, RowsBackoff
 from .calibration import Calibration, ConfidenceRounds, fit_temperatures, measure_calibration, weighted_mean

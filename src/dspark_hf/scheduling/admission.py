@@ -1,8 +1,8 @@
 """Which drafts of which rows go to the target: the search of paper section 4 (Algorithm 1), as pure functions.
 
-A candidate is a draft `(row, slot)`; its worth is its survival, the probability that it and all before it in its row
-pass. Survival never rises along a row, so the best `n` candidates are always whole prefixes, and all there is to decide
-is `n`. Every function works on all rows at once.
+A candidate is a draft `(row, slot)`. Its value is its survival: the probability that it and all drafts before it in its row
+are accepted. Survival never rises along a row, so the best `n` candidates always form prefixes of the rows, and only `n`
+has to be decided. Every function works on all rows at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Ranking(NamedTuple):
     Candidates, best first.
 
     Args:
-        rows: The row of each, `[M]`.
-        survival: Its survival, above 0 and never rising, `[M]`.
+        rows: The row of each candidate, `[M]`.
+        survival: The survival of each candidate, above 0 and never rising, `[M]`.
     """
 
     rows: np.ndarray
@@ -43,11 +43,11 @@ def rank_candidates(confidence: np.ndarray, max_lengths: np.ndarray) -> Ranking:
 
 
 def _descending(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and values by falling value; equal ones stay in the order they had."""
+    """Rows and values sorted by falling value; equal values keep their order."""
     order = (-values).argsort()
     ranked = values[order]
-    # A stable sort takes four times as long and matters for ties alone. There it does: without it, a slot of survival equal
-    # to its predecessor's (confidence 1) could be admitted in front of it.
+    # A stable sort takes four times as long and is only needed for equal values: without it, a slot could be admitted
+    # before its predecessor when both have the same survival (confidence 1).
     if (ranked[1:] == ranked[:-1]).any():
         order = (-values).argsort(kind="stable")
         ranked = values[order]
@@ -56,27 +56,27 @@ def _descending(values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def throughputs(ranking: Ranking, num_rows: int, steps_per_second: np.ndarray) -> np.ndarray:
     """
-    Tokens a second, expected, if the best `n` candidates are verified: `Theta_n = tau_n * SPS(R + n)`.
+    Expected tokens per second if the best `n` candidates are verified: `Theta_n = tau_n * SPS(R + n)`.
 
     Args:
         ranking: `M` candidates.
-        num_rows: `R`. Each row sends its anchor and gets one token of the target's own, whatever is accepted.
+        num_rows: `R`. Each row sends its anchor and gets one token from the target, however many drafts are accepted.
         steps_per_second: `SPS(B)` at index `B`, at least `R + M + 1` entries.
 
     Returns:
         `[M + 1]` for `n = 0 .. M`.
     """
-    # numpy adds from left to right, so an entry does not depend, not even in its last bit, on what ranks below it.
+    # numpy's cumulative sum goes from left to right, so an entry does not depend on lower ranks, not even in its last bit.
     committed = np.concatenate(([float(num_rows)], ranking.survival)).cumsum()
     return committed * steps_per_second[num_rows : num_rows + len(committed)]
 
 
 def count_until_no_gain(throughput: np.ndarray) -> int:
     """
-    Candidates in front of the first that does not raise the throughput: the early stop of Algorithm 1.
+    The number of candidates before the first one that does not raise the throughput: the early stop of Algorithm 1.
 
-    Stopping there keeps the output distribution exact. Whether a draft is verified may only depend on what ranks above
-    it: what ranks below may depend on the drafted token, and looking at it would favour some tokens (appendix A).
+    Stopping there keeps the output distribution exact. Whether a draft is verified may only depend on candidates that rank
+    above it. Those below may depend on the drafted token, so taking them into account would favour some tokens (appendix A).
     """
     no_gain = np.flatnonzero(throughput[1:] <= throughput[:-1])
     return int(no_gain[0]) if len(no_gain) else len(throughput) - 1
@@ -84,9 +84,9 @@ def count_until_no_gain(throughput: np.ndarray) -> int:
 
 def count_of_best(throughput: np.ndarray) -> int:
     """
-    The number of candidates with the highest throughput of all; the smallest one among equals.
+    The number of candidates with the highest throughput; the smallest such number if there are several.
 
-    For candidates whose tokens are already final only: on those of the round at hand this search is NOT lossless.
+    Only for candidates of past rounds, whose tokens are final. On the candidates of the current round it is NOT lossless.
     """
     return int(throughput.argmax())
 

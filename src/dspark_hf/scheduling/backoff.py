@@ -1,7 +1,7 @@
-"""When drafting does not pay, it is left out for a while: low acceptance must not cost.
+"""Pauses drafting while it costs more time than it saves, so that low acceptance does not slow decoding down.
 
-The verify schedulers decide after a round has been drafted, so its drafting cost is spent whatever they say. This
-decides before, from earlier rounds only, which keeps the output distribution exact.
+Verify schedulers decide after a round has been drafted, when the time for drafting is already spent. Back-off decides
+before, from earlier rounds only, which keeps the output distribution exact.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Protocol
 
 class DraftingBackoff:
     """
-    Skips drafting while it loses time, and tries again ever more rarely.
+    Skips drafting while it loses time, and tries again after longer and longer pauses.
 
-    It keeps an account in units of one plain pass of the target. A drafted round earns the tokens it brings beyond the one
-    of a plain round, and costs the time it takes beyond a plain round. When the account is empty, drafting pauses; after
-    a pause it gets half the first credit to prove itself, and if that is lost the next pause is twice as long. So a hopeless
-    drafter costs `patience`, and half of that for each doubling of the number of tokens. What a good one
-    has earned carries it over bad stretches.
+    It keeps an account in units of one plain pass of the target. A drafted round adds the number of accepted drafts, and
+    subtracts the time it takes beyond a plain round. When the account is empty, drafting pauses. After a pause, the account
+    starts with half of the initial credit; if that is lost too, the next pause is twice as long. So a drafter that never pays
+    costs `patience` plain passes, plus half of that for each doubling of the number of tokens. A good drafter collects credit
+    that lasts through bad stretches.
 
     ```python
     >>> backoff = DraftingBackoff(break_even=0.6, patience=1.0)
@@ -30,14 +30,14 @@ class DraftingBackoff:
     ```
 
     Args:
-        break_even: Accepted drafts that pay for a drafted round: its time over that of a plain round, minus 1.
-        patience: What the account holds at the start, in plain passes.
-        savings: The most it holds.
-        first_pause, longest_pause: Rounds without drafting. The next pause is a first one again once the account is back
-            where it started.
+        break_even: Accepted drafts at which a drafted round pays: its time divided by that of a plain round, minus 1.
+        patience: Initial credit of the account, in plain passes.
+        savings: Largest credit of the account.
+        first_pause, longest_pause: Rounds without drafting. Once the account is back at its initial credit, the next pause
+        is `first_pause` again.
 
     Raises:
-        ValueError: for settings that make no sense.
+        ValueError: for settings out of range; the message gives the ranges.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class DraftingBackoff:
         self._next_pause = self.first_pause
 
     def should_draft(self) -> bool:
-        """Whether the coming round should be drafted."""
+        """Whether to draft in the coming round."""
         return self._rounds_to_skip == 0
 
     def observe(self, num_accepted: float, num_drafted: int, cost: float | None = None) -> None:
         """
-        Takes in one round; to be called after each, drafted or not.
+        Accounts for one round. Call it after each, drafted or not.
 
         Args:
-            num_accepted: Drafts that passed; for a batch that drafts together, the mean of its rows.
+            num_accepted: Accepted drafts; for a batch that drafts together, the mean of its rows.
             num_drafted: Drafts made; 0 for a round without drafting.
-            cost: Time of the round beyond that of a plain one, in plain passes; `break_even` by default. Clock readings are
-                allowed here, but with them two runs of one seed may draft in different rounds.
+            cost: Time of the round beyond that of a plain one, in plain passes; `break_even` by default. Measured times are
+            possible, but then two runs with the same seed may draft in different rounds.
         """
         if num_drafted == 0:
             self._rounds_to_skip = max(0, self._rounds_to_skip - 1)
@@ -98,10 +98,10 @@ class DraftingBackoff:
 
 
 class RoundCosts(Protocol):
-    """What [`RowsBackoff`] asks of a [`ThroughputCurve`]."""
+    """The methods of a [`ThroughputCurve`] that [`RowsBackoff`] uses."""
 
     def round_cost(self, num_rows: int, num_drafts: int) -> float:
-        """Time of a round beyond that of a plain one, in plain passes, when `num_rows` rows send `num_drafts` in all."""
+        """Extra time of a round over a plain one, in plain passes, when `num_rows` rows send `num_drafts` drafts in all."""
 
     def pass_cost(self, num_rows: int, num_drafts: int) -> float:
         """The same without the time of drafting."""
@@ -111,34 +111,34 @@ class RowsBackoff:
     """
     Back-off for rows that are decoded together.
 
-    Drafting costs the same however many rows use it, so one account over all rows decides whether there is any in a round.
-    Its mean acceptance is known the sooner the more rows there are, and so it is the less patient. An account for each
-    row, of its own drafts and their share of the target's pass, decides whether the row sends any.
+    Drafting costs about the same however many rows use it, so one account over all rows decides whether a round drafts at all.
+    With more rows, the mean acceptance is known sooner, so the initial credit of that account is smaller. One more account per
+    row, with the row's drafts and their share of the target's pass, decides whether the row sends drafts.
 
     Args:
-        costs: Such as a [`ThroughputCurve`].
+        costs: The cost of a round, for instance a [`ThroughputCurve`].
         num_rows: Rows at the start.
     """
 
     def __init__(self, costs: RoundCosts, num_rows: int):
         self._costs = costs
         self._together = DraftingBackoff(patience=2.0 / num_rows**0.5)
-        # With one row, the account over all is its own.
+        # With one row, the account over all rows is enough.
         self._rows = [DraftingBackoff() for _ in range(num_rows)] if num_rows > 1 else []
 
     def wants_drafts(self, rows: Sequence[int]) -> list[bool]:
-        """Which of these rows should draft in the coming round, `[R]`; none is a round without drafting."""
+        """Which of these rows should draft in the coming round, `[R]`. If none should, the round has no drafting."""
         if not self._together.should_draft():
             return [False] * len(rows)
         return [not self._rows or self._rows[row].should_draft() for row in rows]
 
     def observe(self, rows: Sequence[int], num_verified: Sequence[int], num_accepted: Sequence[int]) -> None:
         """
-        Takes in one round; to be called after each, drafted or not.
+        Accounts for one round. Call it after each, drafted or not.
 
         Args:
             rows: The rows decoded in it, `[R]`.
-            num_verified, num_accepted: Drafts that each sent to the target, and of those the ones that passed, `[R]`.
+            num_verified, num_accepted: Drafts that each row sent to the target, and how many were accepted, `[R]`.
         """
         wanted, total = self.wants_drafts(rows), sum(num_verified)
         if any(wanted):
@@ -160,4 +160,4 @@ class NoBackoff:
         return [True] * len(rows)
 
     def observe(self, rows: Sequence[int], num_verified: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Nothing to learn."""
+        """Does nothing."""

@@ -1,8 +1,8 @@
-"""Sequential Temperature Scaling (paper section 3.3): makes the survival of each prefix mean what it says.
+"""Sequential Temperature Scaling (paper section 3.3): calibrates the survival probability of each prefix of a draft.
 
-From left to right, each slot gets the temperature that makes the survival of the prefix ending there agree best with
-what was accepted, those of all earlier slots being fixed. Dividing a logit by a positive number keeps the order of the
-confidences of a slot, so what the head knows is kept; only how sure it says it is changes.
+From left to right, each slot gets the temperature with which the survival of the prefix ending there agrees best with
+what was accepted, while the temperatures of earlier slots stay fixed. Dividing logits by a positive number keeps the order
+of the confidences of a slot: the ranking by the head does not change, only how confident it is.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from .reliability import NUM_BINS, Reliability, clamped, expected_calibration_error, measure_reliability
 from .survival import calibrated_confidence, prefix_survival
 
-# Temperatures tried: 1/10 to 10 in steps of 2.3 %; 1 is one of them.
+# Temperatures to try: 1/10 to 10 in steps of 2.3 %, including 1.
 TEMPERATURE_GRID = tuple(10.0 ** (step / 100) for step in range(-100, 101))
-# Twenty bins of ten rounds: with fewer, the ECE is mostly noise and so is the temperature that minimises it.
+# Twenty bins of ten rounds. With fewer rounds, the ECE is mostly noise, and so is the temperature that minimises it.
 MIN_ROUNDS = 200
-MIN_OUTCOMES = 10  # Drafts that pass, and that do not: the rarer outcome is what a temperature is fitted to.
+MIN_OUTCOMES = 10  # Accepted drafts that a slot needs, and rejected ones: the rarer outcome limits the fit.
 
 
 class ConfidenceRounds(NamedTuple):
     """
-    What real rounds say about the confidence head.
+    Confidences and outcomes of real rounds.
 
     Args:
-        confidence_logits: Before any temperature, float32 `[N, G]`. Slots at or after `counts` are not looked at.
-        accepted_prefix: Whether the draft of the slot and all before it passed, bool `[N, G]`.
-        counts: Leading slots of each round whose outcome is known: drafts sent to the target, up to the end of the
-            output, `[N]`.
+        confidence_logits: Before any temperature, float32 `[N, G]`. Slots from `counts` on are not used.
+        accepted_prefix: Whether the draft of the slot and all before it were accepted, bool `[N, G]`.
+        counts: How many leading slots of each round have a known outcome: drafts sent to the target, up to the end of
+        the output, `[N]`.
     """
 
     confidence_logits: torch.Tensor
@@ -44,16 +44,16 @@ class ConfidenceRounds(NamedTuple):
         cls, records: Iterable[Any], num_slots: int, temperatures: Sequence[float] | None = None
     ) -> ConfidenceRounds:
         """
-        From the records of rounds that ran.
+        From recorded rounds.
 
-        A slot that was not sent to the target is left out even where an earlier rejection tells its outcome: it would be
-        there for the rejected rounds only. Rounds that verified everything tell the most.
+        Slots that were not sent to the target are left out, even if an earlier rejection determines their outcome:
+        including them for rejected rounds only would be biased. Rounds that verified all drafts are the most informative.
 
         Args:
             records: Objects with `confidence` (probabilities of the slots), `verified` and `accepted` (counts of drafts),
                 such as the rounds of `SpeculationStats`.
             num_slots: `G`.
-            temperatures: Those that were in use when the confidences were recorded; all 1 by default.
+            temperatures: The temperatures in use when the confidences were recorded; all 1 by default.
         """
         rounds = [record for record in records if len(record.confidence)]
         confidence = torch.full((len(rounds), num_slots), 0.5)
@@ -62,7 +62,7 @@ class ConfidenceRounds(NamedTuple):
         scale = torch.ones(num_slots) if temperatures is None else torch.tensor(temperatures)
         accepted = torch.tensor([record.accepted for record in rounds], dtype=torch.long)
         counts = [min(record.verified, len(record.confidence), num_slots) for record in rounds]
-        # Float32 rounds a very sure confidence to 1, whose logit would be infinite.
+        # Float32 rounds confidences close to 1 to exactly 1, whose logit would be infinite.
         return cls(
             torch.logit(confidence, eps=2**-24) * scale,
             accepted[:, None] > torch.arange(num_slots),
@@ -73,7 +73,7 @@ class ConfidenceRounds(NamedTuple):
 @dataclass(frozen=True)
 class Calibration:
     """
-    Fitted temperatures and what they change.
+    Fitted temperatures and their effect.
 
     ```python
     >>> drafter.config.confidence_temperatures = calibration.temperatures  # doctest: +SKIP
@@ -82,8 +82,8 @@ class Calibration:
 
     Args:
         temperatures: `T_k` of each slot.
-        notes: Why a slot's temperature is what it is, where that needs saying; `""` elsewhere.
-        before, after: Reliability of the survival at each slot, without temperatures and with these.
+        notes: A remark on a slot's temperature, if there is one; otherwise `""`.
+        before, after: Reliability of the survival at each slot, without and with the temperatures.
     """
 
     temperatures: list[float]
@@ -117,8 +117,8 @@ def fit_temperatures(
     Args:
         rounds: Held-out rounds.
         grid: Temperatures to try.
-        min_rounds: A slot seen in fewer rounds than this keeps `T = 1`, and the result says so; so does one whose drafts
-            passed, or failed, fewer than ten times (or than `min_rounds`, where that is less).
+        min_rounds: A slot with outcomes in fewer rounds than this keeps `T = 1`, and its note says so. The same holds for a
+        slot whose drafts were accepted, or rejected, fewer than ten times (or `min_rounds` times, if that is less).
         num_bins: Bins of the ECE.
 
     Raises:
@@ -168,10 +168,10 @@ def measure_calibration(
 
 def weighted_mean(reliabilities: Sequence[Reliability], name: str) -> float:
     """
-    One figure over all slots, each slot counting as often as it was observed; slots where it is NaN do not count.
+    The mean of a figure over all slots, weighted by how often each was observed; slots where it is NaN do not count.
 
     Args:
-        reliabilities: Of each slot.
+        reliabilities: One per slot.
         name: `"ece"`, `"auc"`, `"brier"`, `"predicted"` or `"observed"`.
     """
     pairs = [(r.weight, getattr(r, name)) for r in reliabilities]
@@ -191,17 +191,17 @@ def _fit_slot(
     min_rounds: int,
     num_bins: int,
 ) -> tuple[float, str]:
-    """The best temperature of one slot and what there is to say about it, from `[N]` rounds that reached it."""
+    """The best temperature of one slot and its note, from the `[N]` rounds that reached it."""
     if len(outcome) < min_rounds:
         return 1.0, f"T = 1: seen in {len(outcome)} rounds, {min_rounds} are needed."
     passed = int(outcome.sum())
     if min(passed, len(outcome) - passed) < min(MIN_OUTCOMES, min_rounds):
         return 1.0, f"T = 1: {passed} of {len(outcome)} drafts passed, too few of one outcome to fit anything to."
     errors = [_error(survival_before, logits, outcome, temperature, num_bins) for temperature in grid]
-    # Among equals the one nearest to 1: no more is changed than helps.
+    # If several are equally good, the one nearest to 1.
     best = min(range(len(grid)), key=lambda i: (errors[i], abs(np.log(grid[i]))))
     at_the_end = len(grid) > 1 and grid[best] in (min(grid), max(grid))
-    return float(grid[best]), "T is at the end of the grid: another may fit better." if at_the_end else ""
+    return float(grid[best]), "T is at the end of the grid: a value outside may fit better." if at_the_end else ""
 
 
 def _error(

@@ -1,4 +1,4 @@
-"""Diagrams of a throughput curve and of a calibration. Needs matplotlib, which is optional."""
+"""Plots of a throughput curve and of a calibration. They need matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .throughput_curve import ThroughputCurve
 
 PANELS_A_ROW = 4
 MIN_BIN_ROUNDS = 5
-# Told apart by all common kinds of colour vision, and by their shape (colours of Okabe and Ito).
+# Distinguishable with all common kinds of colour vision (colours of Okabe and Ito), and by their shape.
 BEFORE = {"color": "#D55E00", "marker": "s"}
 AFTER = {"color": "#0072B2", "marker": "o"}
 
 
 def plot_curve(curve: ThroughputCurve) -> Any:
     """
-    Passes a second and seconds a pass, by tokens in the pass; dots as measured, lines as used.
+    Passes per second and milliseconds per pass, by tokens in the pass; dots are measurements, lines the values used.
 
     Returns:
         A matplotlib `Figure`; `.savefig(path)` writes it.
@@ -29,11 +29,11 @@ def plot_curve(curve: ThroughputCurve) -> Any:
     rate, seconds = figure.subplots(1, 2)
     rate.plot(curve.token_counts, 1 / curve.measured_s, "o", label="measured")
     rate.plot(curve.token_counts, 1 / curve.pass_s, "-", label="used")
-    rate.set_ylabel("passes a second")
+    rate.set_ylabel("passes per second")
     rate.legend()
     seconds.plot(curve.token_counts, 1000 * curve.measured_s, "o")
     seconds.plot(curve.token_counts, 1000 * curve.pass_s, "-")
-    seconds.set_ylabel("milliseconds a pass")
+    seconds.set_ylabel("milliseconds per pass")
     for axes in (rate, seconds):
         axes.set_xlabel("tokens in the pass")
         axes.set_xscale("log", base=2)
@@ -45,7 +45,7 @@ def plot_curve(curve: ThroughputCurve) -> Any:
 
 def plot_reliability(calibration: Calibration) -> Any:
     """
-    A reliability diagram for each slot, before and after: observed against predicted survival of the prefix.
+    A reliability diagram for each slot, before and after calibration: observed against predicted survival of the prefix.
 
     Returns:
         A matplotlib `Figure`; `.savefig(path)` writes it.
@@ -75,7 +75,7 @@ def plot_reliability(calibration: Calibration) -> Any:
 
 
 def _draw_bins(axes: Any, reliability: Reliability, label: str, style: dict[str, Any]) -> None:
-    """A dot for each bin, its area the bin's share of the rounds; single rounds say nothing and are left out."""
+    """Draws one dot per bin, with an area proportional to the bin's rounds; bins of a single round are left out."""
     bins = [b for b in reliability.bins if b.weight >= MIN_BIN_ROUNDS]
     heaviest = max((b.weight for b in bins), default=1)
     axes.scatter(

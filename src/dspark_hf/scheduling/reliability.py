@@ -1,4 +1,4 @@
-"""How well predicted probabilities agree with what happened: ECE, ROC-AUC, Brier score, reliability bins.
+"""How well predicted probabilities agree with outcomes: ECE, ROC-AUC, Brier score, reliability bins.
 
 A value on the edge between two bins belongs to the upper one; 1 belongs to the last.
 """
@@ -21,10 +21,10 @@ class ReliabilityBin:
     One bar of a reliability diagram.
 
     Args:
-        index: Which of the equal bins of [0, 1].
-        weight: Predictions in it.
-        predicted: Their mean.
-        observed: The share of them that came true.
+        index: Index among the equal bins of [0, 1].
+        weight: Number of predictions in the bin.
+        predicted: Mean of the predictions.
+        observed: Share of the predictions that came true.
     """
 
     index: int
@@ -36,15 +36,15 @@ class ReliabilityBin:
 @dataclass(frozen=True)
 class Reliability:
     """
-    Agreement of predictions with outcomes. NaN where nothing was observed.
+    Agreement of predictions with outcomes. Figures are NaN without predictions.
 
     Args:
-        weight: Predictions.
+        weight: Number of predictions.
         ece: Expected calibration error: `|predicted - observed|` of each bin, averaged over predictions.
         auc: Area under the ROC curve; NaN when all outcomes are the same.
         brier: Mean squared error.
-        predicted, observed: Means.
-        bins: Those that are not empty.
+        predicted, observed: Means of predictions and outcomes.
+        bins: The bins that are not empty.
     """
 
     weight: int
@@ -60,7 +60,7 @@ def measure_reliability(predicted: np.ndarray, outcome: np.ndarray, num_bins: in
     """
     Args:
         predicted: Probabilities, `[N]`.
-        outcome: What happened, bool `[N]`.
+        outcome: Whether each prediction came true, bool `[N]`.
         num_bins: Equal bins of [0, 1] for the ECE.
     """
     predicted, outcome = clamped(predicted), np.asarray(outcome, dtype=np.float64)
@@ -79,7 +79,7 @@ def measure_reliability(predicted: np.ndarray, outcome: np.ndarray, num_bins: in
 
 
 def clamped(predicted: np.ndarray) -> np.ndarray:
-    """Float64 probabilities, none of them 0 or 1."""
+    """Float64 probabilities, limited to slightly above 0 and slightly below 1."""
     return np.asarray(predicted, dtype=np.float64).clip(CLAMP, 1 - CLAMP)
 
 
@@ -92,11 +92,11 @@ def expected_calibration_error(predicted: np.ndarray, outcome: np.ndarray, num_b
 
 def roc_auc(predicted: np.ndarray, outcome: np.ndarray, num_bins: int = NUM_AUC_BINS) -> float:
     """
-    The probability that a prediction that came true is higher than one that did not, from a histogram: two in one bin
-    count one half. NaN when all outcomes are the same.
+    The probability that a prediction that came true is higher than one that did not, from a histogram: a pair in the same
+    bin counts one half. NaN when all outcomes are the same.
     """
-    # Not scipy's rank statistic (mannwhitneyu): it also orders predictions within a bin, and the tests hold our figures
-    # against those of the reference implementation, which uses this histogram. So calibration needs no optional package.
+    # A histogram instead of scipy's rank statistic (mannwhitneyu), which also orders predictions within a bin: the tests
+    # compare with the reference implementation, which uses this histogram. It also avoids an optional dependency.
     index = _bin_index(predicted, num_bins)
     positive = np.bincount(index, weights=outcome, minlength=num_bins)
     negative = np.bincount(index, weights=1 - outcome, minlength=num_bins)

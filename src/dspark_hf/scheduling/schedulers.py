@@ -1,7 +1,8 @@
-"""How many drafts each row sends to the target, decided in every round. One interface, four implementations (paper section 4).
+"""Verification schedulers, which decide in every round how many drafts of each row are verified (paper section 4).
 
-None of them may let a drafted token decide whether it is verified itself: `c_k` is computed before `x_k` is drawn, so a
-decision about slot `k` may use the confidences of slots up to `k`, and those of other rows, which know nothing of `x_k`.
+To keep the output distribution exact, a drafted token must not influence whether it is verified. `c_k` is computed before `x_k`
+is drawn, so a decision about slot `k` may use the confidences of slots up to `k`, and those of other rows, which do not
+depend on `x_k`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from .survival import confident_lengths
 
 
 class CostTable(Protocol):
-    """What the throughput schedulers ask of a [`ThroughputCurve`]."""
+    """The method of a [`ThroughputCurve`] that throughput schedulers use."""
 
     def table(self, max_tokens: int, num_rows: int) -> np.ndarray:
         """
-        Rounds a second with `B` tokens in the target's pass at index `B`, `[max_tokens + 1]`; index 0 is unused.
+        Rounds per second, by the number of tokens `B` in the target's pass as index, `[max_tokens + 1]`; index 0 is unused.
 
         Args:
             max_tokens: The highest index needed.
-            num_rows: Rows that were drafted for.
+            num_rows: Rows with drafts, whose drafting time counts.
         """
 
 
@@ -34,27 +35,27 @@ class VerifyScheduler:
     """
     Decides the verify lengths of a round. This base class verifies everything.
 
-    A scheduler with state belongs to one `generate` call at a time; [`~VerifyScheduler.start`] makes it ready for the next.
+    A scheduler may have state, so it serves one `generate` call at a time; [`~VerifyScheduler.start`] resets it for the next.
     """
 
     needs_confidence = False
 
     def start(self) -> None:
-        """Forgets the rounds of an earlier call."""
+        """Resets the state at the start of a call."""
 
     def schedule(
         self, confidence: torch.Tensor | None, max_lengths: Sequence[int], rows: Sequence[int] | None = None
     ) -> list[int]:
         """
-        Called once a round, after drafting and before the target's pass.
+        Called once per round, after drafting and before the target's pass.
 
         Args:
             confidence: Calibrated `c_k` of each draft, `[R, G]`; may be `None` unless `needs_confidence`.
-            max_lengths: Drafts of each row that exist and are of use, `[R]`, 0 .. `G`.
-            rows: What identifies each of the `R` rows from round to round, where rows leave or join; their order by default.
+            max_lengths: The most drafts that may be verified of each row, `[R]`, 0 .. `G`.
+            rows: An identifier of each of the `R` rows that stays the same when other rows leave or join; the index by default.
 
         Returns:
-            Leading drafts of each row to verify, `[R]`.
+            How many leading drafts of each row to verify, `[R]`.
 
         Raises:
             ValueError: when confidences are needed and missing, or the shapes disagree.
@@ -65,8 +66,8 @@ class VerifyScheduler:
         self, confidence: torch.Tensor, max_lengths: Sequence[int], rows: Sequence[int] | None = None
     ) -> bool:
         """
-        Whether any row would verify the last slot of `confidence`, asked before a token is drawn there. If not, no later
-        slot can be verified either, and drafting may end.
+        Whether any row would verify the last slot of `confidence`. Called before a token is drawn there. If not, later slots
+        would not be verified either, and drafting ends.
 
         Args:
             confidence: `c_1 .. c_k` of each row, `[R, k]`.
@@ -81,7 +82,7 @@ class VerifyScheduler:
     def _lengths(
         self, confidence: torch.Tensor | None, max_lengths: Sequence[int], rows: Sequence[int] | None
     ) -> list[int]:
-        """The decision itself; changes no state."""
+        """The decision; does not change the state."""
         return list(max_lengths)
 
     def _checked(self, confidence: torch.Tensor | None, max_lengths: Sequence[int]) -> torch.Tensor | None:
@@ -108,7 +109,7 @@ class FixedLength(VerifyScheduler):
     Every row verifies the same number of drafts.
 
     Args:
-        length: As many as there are when `None`.
+        length: Drafts per row; `None` verifies all.
     """
 
     def __init__(self, length: int | None = None):
@@ -124,7 +125,7 @@ class FixedLength(VerifyScheduler):
 
 class ConfidenceThreshold(VerifyScheduler):
     """
-    A row's drafts end before its first slot less confident than a threshold (static threshold, paper section 3.3).
+    Verifies each row up to its first slot below a confidence threshold (static threshold, paper section 3.3).
 
     Args:
         threshold: 0 verifies everything; above 1, nothing.
@@ -147,10 +148,10 @@ class ConfidenceThreshold(VerifyScheduler):
 
 class ThroughputScheduler(VerifyScheduler):
     """
-    Verifies drafts, the likeliest first, while each raises the expected tokens per second (Algorithm 1, with its early stop).
+    Verifies the likeliest drafts, as long as each more raises the expected tokens per second (Algorithm 1 with its early stop).
 
-    It finds the best choice of all when the throughput rises, then falls, as drafts are added: with a smooth cost curve. On
-    a curve with steps it stops in front of a step that might have paid; [`AsyncThroughputScheduler`] does not.
+    The result is optimal if the throughput first rises and then falls as drafts are added, as with a smooth cost curve. On
+    a curve with steps it stops before a step that might have paid; [`AsyncThroughputScheduler`] does not.
 
     Args:
         curve: What a pass costs, such as a [`ThroughputCurve`].
@@ -182,11 +183,11 @@ class _PastRound(NamedTuple):
 
 class AsyncThroughputScheduler(ThroughputScheduler):
     """
-    The form for cost curves with steps, and for engines that prepare a round ahead (paper section 4, asynchronous form).
+    For cost curves with steps, and for engines that prepare a round in advance (paper section 4, asynchronous form).
 
-    How MANY drafts the coming round verifies in all is searched without restriction, over the confidences of two rounds
-    earlier: none of the current tokens existed then, so nothing can leak. WHICH ones is decided by their own current
-    survival, the best first. The first two rounds of a call use Algorithm 1.
+    The total number of drafts that a round verifies is the best number for the confidences of two rounds earlier. None of the
+    current tokens existed then, so they cannot influence it, and an early stop is not necessary. Which drafts are verified
+    is then decided by their current survival, best first. The first two rounds of a call use Algorithm 1.
 
     Args:
         curve: What a pass costs, such as a [`ThroughputCurve`].
@@ -221,7 +222,7 @@ SCHEDULERS = ("fixed", "threshold", "throughput", "async_throughput")
 
 def build_scheduler(name: str, *, threshold: float = 0.0, curve: CostTable | None = None) -> VerifyScheduler:
     """
-    A scheduler by name, for configurations and command lines.
+    Makes a scheduler from its name, for configurations and command lines.
 
     Args:
         name: One of `SCHEDULERS`.

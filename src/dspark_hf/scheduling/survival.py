@@ -1,4 +1,4 @@
-"""From confidence logits to the probability that a whole prefix of drafts passes (paper section 3.3)."""
+"""From confidence logits to the probability that a whole prefix of drafts is accepted (paper section 3.3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 def calibrated_confidence(confidence_logits: torch.Tensor, temperatures: Sequence[float] | None = None) -> torch.Tensor:
     """
-    `c_k = sigmoid(logit_k / T_k)`: the probability that draft `k` passes given that all before it passed.
+    `c_k = sigmoid(logit_k / T_k)`: the probability that draft `k` is accepted given that all before it are.
 
     Args:
         confidence_logits: `[..., G]`.
@@ -26,7 +26,7 @@ def calibrated_confidence(confidence_logits: torch.Tensor, temperatures: Sequenc
 
 def prefix_survival(confidence: torch.Tensor) -> torch.Tensor:
     """
-    `a_k`, the product of `c_1 .. c_k`: the probability that drafts 1 to `k` all pass.
+    `a_k`, the product of `c_1 .. c_k`: the probability that drafts 1 to `k` are all accepted.
 
     Args:
         confidence: `[..., G]`.
@@ -39,8 +39,8 @@ def prefix_survival(confidence: torch.Tensor) -> torch.Tensor:
 
 def confident_lengths(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
     """
-    Slots before the first one less confident than `threshold`, `[..., G]` -> `[...]` (static threshold, section 3.3).
+    How many slots precede the first one below `threshold`, `[..., G]` -> `[...]` (static threshold, section 3.3).
 
-    It is `c_k` that is compared, not the survival `a_k`: 0 keeps every slot.
+    The threshold applies to `c_k`, not to the survival `a_k`; 0 keeps every slot.
     """
     return (confidence >= threshold).long().cumprod(-1).sum(-1)

@@ -1,6 +1,6 @@
-"""What a target pass costs by the number of tokens in it: `SPS(B)` of paper section 4, measured once on the real machine.
+"""The time of a target pass by the number of its tokens: `SPS(B)` of paper section 4, measured once on the machine in use.
 
-A curve is only true where it was measured, so it carries a description of that: the model, its number type, the device.
+A curve is only valid where it was measured, so it stores what that was: the model, its dtype and the device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..transformers_names import CACHE_KEY, attention_name
 
 DEFAULT_TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
-# A curve measured with another of these is wrong for the target; with another of those below, it may be.
+# A curve is refused if one of these differs from the target's. If one of those below differs, there is a warning.
 MUST_AGREE = ("config_hash", "dtype", "device")
 SHOULD_AGREE = ("attention", "num_threads", "versions")
 
-# What a configuration says besides how the model computes.
+# Fields of a configuration that do not affect the computation.
 _NOT_COMPUTATION = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -38,9 +38,9 @@ class ThroughputCurve:
     """
     Seconds of a target pass as a function of the tokens in it.
 
-    Noise in the measurements is repaired: a pass over more tokens never counts as faster. Where neighbouring measurements
-    contradict that, each counts as their mean (isotonic regression). Between measured numbers of tokens the seconds
-    are interpolated linearly; below the smallest they are its own; above the largest they grow as between the last two.
+    Noise is removed such that a pass over more tokens is never faster: where neighbouring measurements contradict that, each
+    is replaced by their mean (isotonic regression). Between measured numbers of tokens the seconds are interpolated
+    linearly; below the smallest they are constant; above the largest they grow with the slope between the last two.
 
     ```python
     >>> curve = ThroughputCurve([1, 2, 4], [0.010, 0.011, 0.013])
@@ -50,16 +50,16 @@ class ThroughputCurve:
     ```
 
     Args:
-        token_counts: Tokens a pass, strictly rising, `[N]`.
+        token_counts: Tokens per pass, strictly rising, `[N]`.
         pass_s: Seconds as measured, `[N]`.
-        measured_on: What they were measured on.
-        drafting: Seconds that drafting adds to a round, by the number of rows drafted for. Without it, drafting counts as
-            free.
-        rows: Seconds that a pass takes longer for being spread over so many rows instead of one, at the same number of
-            tokens: each row attends to a context of its own.
+        measured_on: The model, dtype, device, ... of the measurement.
+        drafting: Seconds that drafting adds to a round, by the number of rows with drafts. Without it, drafting counts as
+        free.
+        rows: By number of rows, the additional seconds of a pass whose tokens are spread over these rows instead of being in
+        one: each row attends to a different context.
 
     Raises:
-        ValueError: for numbers that are no such measurements.
+        ValueError: for counts that do not rise, or times that are not positive.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class ThroughputCurve:
         self.measured_on = measured_on or {}
         self.drafting = _by_count(drafting)
         self.rows = _by_count(rows)
-        self._checked: weakref.ref[Any] | None = None  # The target that it is known to be true for.
+        self._checked: weakref.ref[Any] | None = None  # The last target that passed `check`.
         self._tables: dict[int, np.ndarray] = {}
 
     @classmethod
     def assumed(cls, drafting: float, is_accelerated: bool) -> ThroughputCurve:
         """
-        A guess for where nothing was measured; the unit of time is a pass over one token.
+        A guess, for when nothing was measured; the unit of time is a pass over one token.
 
         Args:
-            drafting: What drafting takes, as in [`~ThroughputCurve.with_assumed_drafting`].
-            is_accelerated: On an accelerator further tokens are nearly free, since a pass is spent on reading weights. On
-                a CPU they are not.
+            drafting: Time of drafting, as in [`~ThroughputCurve.with_assumed_drafting`].
+            is_accelerated: Whether the device is an accelerator, where most of a pass is spent on reading weights and more
+            tokens are nearly free. On a CPU they are not.
         """
         curve = cls([1, 2], [1.0, 1.005 if is_accelerated else 1.07], {"assumed": True})
         return curve.with_assumed_drafting(drafting)
 
     @classmethod
     def from_steps_per_second(cls, steps_per_second: Mapping[int, float]) -> ThroughputCurve:
-        """From passes a second for each number of tokens."""
+        """Makes a curve from passes per second by number of tokens."""
         counts = sorted(steps_per_second)
         return cls(counts, [1 / steps_per_second[count] for count in counts])
 
@@ -115,41 +115,41 @@ class ThroughputCurve:
         return np.interp(tokens, self.token_counts, self.pass_s) + beyond * self._last_slope()
 
     def steps_per_second(self, num_tokens: Any) -> np.ndarray:
-        """`SPS(B)`: passes a second over each of `num_tokens` tokens, of the same shape."""
+        """`SPS(B)`: passes per second over each of `num_tokens` tokens, of the same shape."""
         return 1 / self.seconds(num_tokens)
 
     def drafting_seconds(self, num_rows: int) -> float:
-        """Seconds that drafting adds to a round of `num_rows` rows: interpolated, and beyond the measured rows in proportion."""
+        """Seconds that drafting adds to a round of `num_rows` rows: interpolated, and proportional beyond the measured rows."""
         return _interpolated(self.drafting, num_rows)
 
     def pass_seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Seconds of a pass over one token of each of `num_rows` rows and `num_drafts` drafts of theirs."""
+        """Seconds of a pass over one token of each of `num_rows` rows and `num_drafts` drafts in all."""
         return float(self.seconds(num_rows + num_drafts)) + _interpolated(self.rows, num_rows)
 
     def round_cost(self, num_rows: int, num_drafts: int) -> float:
         """
-        Time of a drafted round beyond that of a plain one, in plain passes: the drafts that have to pass, of each row on
-        average, for the round to pay.
+        Extra time of a drafted round over a plain one, in plain passes. It is also the number of drafts per row that have to be
+        accepted on average for the round to pay.
 
         Args:
             num_rows: Rows decoded together.
-            num_drafts: Drafts that all of them send to the target.
+            num_drafts: Drafts that all rows together send to the target.
         """
         return self.pass_cost(num_rows, num_drafts) + self.drafting_seconds(num_rows) / self.pass_seconds(num_rows, 0)
 
     def pass_cost(self, num_rows: int, num_drafts: int) -> float:
-        """The part of [`~ThroughputCurve.round_cost`] that is the target's."""
+        """The part of [`~ThroughputCurve.round_cost`] that is spent in the target."""
         return self.pass_seconds(num_rows, num_drafts) / self.pass_seconds(num_rows, 0) - 1
 
     def table(self, max_tokens: int, num_rows: int = 0) -> np.ndarray:
         """
-        Rounds a second with `B` tokens in the target's pass at index `B`, for at least `B = 0 .. max_tokens`. Not to be
-        written to.
+        Rounds per second, by the number of tokens `B` in the target's pass as index, at least up to `max_tokens`. Do not modify
+        the result.
 
         Args:
             max_tokens: The highest index needed.
-            num_rows: Rows that were drafted for, whose drafting the time of the round includes. That time is spent whatever
-                is verified, which makes each further draft worth more. With 0 it is `SPS(B)`.
+            num_rows: Rows with drafts. The time of a round includes drafting for them, which is spent however many drafts are
+            verified, so verifying one more is relatively cheaper. With 0 the result is `SPS(B)`.
         """
         table = self._tables.get(num_rows)
         if table is None or len(table) <= max_tokens:
@@ -159,10 +159,9 @@ class ThroughputCurve:
 
     def with_overhead(self, seconds: float) -> ThroughputCurve:
         """
-        The curve of whole rounds: each pass takes `seconds` longer, for what a round does besides (drafting, above all).
+        A curve in which each pass takes `seconds` longer, for everything else in a round (above all drafting).
 
-        With it a scheduler weighs drafts against the time of the round instead of that of the target alone: time that is
-        spent anyway makes each further draft worth more.
+        With it, a scheduler compares drafts with the time of the whole round instead of that of the target alone.
         """
         measured_on = self.measured_on | {"overhead_s": self.measured_on.get("overhead_s", 0.0) + seconds}
         return type(self)(
@@ -170,7 +169,7 @@ class ThroughputCurve:
         )
 
     def with_assumed_drafting(self, relative_s: float) -> ThroughputCurve:
-        """The curve with drafting taken to last `relative_s` times as long as a pass over one token of each row."""
+        """A curve in which drafting takes `relative_s` times as long as a pass over one token of each row."""
         drafting = {rows: relative_s * self.pass_seconds(rows, 0) for rows in (1, 1024)}
         return type(self)(self.token_counts.tolist(), self.measured_s.tolist(), self.measured_on, drafting, self.rows)
 
@@ -182,7 +181,7 @@ class ThroughputCurve:
     # ------------------------------------------------------------------ files
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the curve, as measured, to a JSON file."""
+        """Writes the measurements to a JSON file."""
         write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,7 +197,7 @@ class ThroughputCurve:
     def from_dict(cls, fields: Mapping[str, Any]) -> ThroughputCurve:
         """
         Raises:
-            ValueError: for anything but what [`~ThroughputCurve.to_dict`] gives.
+            ValueError: for a dictionary that does not come from [`~ThroughputCurve.to_dict`].
         """
         try:
             measured_on = dict(fields.get("measured_on") or {})
@@ -207,7 +206,7 @@ class ThroughputCurve:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"This is no throughput curve ({type(error).__name__}: {error}). Measure one with `dspark-hf profile`."
+                f"This is not a throughput curve ({type(error).__name__}: {error}). Measure one with `dspark-hf profile`."
             ) from error
 
     @classmethod
@@ -216,8 +215,8 @@ class ThroughputCurve:
         Reads a curve.
 
         Args:
-            path: A file that [`~ThroughputCurve.save`] wrote.
-            target: The model it is to be used for, see [`~ThroughputCurve.check`].
+            path: A file from [`~ThroughputCurve.save`].
+            target: If given, the curve is checked with [`~ThroughputCurve.check`].
         """
         curve = cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         if target is not None:
@@ -226,11 +225,11 @@ class ThroughputCurve:
 
     def check(self, target: Any) -> None:
         """
-        Makes sure that the curve is one of this target on this machine. Warns where library versions, threads or the
-        attention implementation differ.
+        Checks that the curve was measured with this target on this machine. Warns if library versions, the number of threads
+        or the attention implementation differ.
 
         Raises:
-            ValueError: when it was measured on another model, number type or device.
+            ValueError: when it was measured on another model, dtype or device.
         """
         if self._checked is not None and self._checked() is target:
             return
@@ -265,20 +264,20 @@ class ThroughputCurve:
         on_pass: Callable[[int], None] = lambda done: None,
     ) -> ThroughputCurve:
         """
-        Times the target's verification pass: new tokens on top of a cached context.
+        Measures the time of the target's verification pass: new tokens after a cached context.
 
-        All numbers of tokens are timed in turn, again and again, so that a slow spell of the machine hits all of
-        them alike; each counts with its median.
+        The numbers of tokens are timed in turn, several times, so that a slow phase of the machine affects all of them
+        equally. The result for each is the median.
 
         Args:
             target: A causal language model of transformers, in evaluation mode.
-            token_counts: Tokens a pass, all rows together; multiples of `num_rows`.
+            token_counts: Tokens per pass, all rows together; multiples of `num_rows`.
             context_length: Tokens in the cache of each row.
-            num_rows: Rows the tokens are spread over.
+            num_rows: Rows that the tokens are spread over.
             compile: Whether to time `torch.compile(target, dynamic=True)`.
             num_warmup, num_repeats: Passes for each number of tokens, before and during the measurement.
-            forward_kwargs: Further arguments of the target's forward pass, such as the hidden states it is to return.
-            on_pass: Called after each pass with how many there were.
+            forward_kwargs: Additional arguments of the target's `forward`, such as `output_hidden_states`.
+            on_pass: Called after each pass with the number of passes so far.
 
         Raises:
             ValueError: for a number of tokens that the rows cannot share equally.
@@ -306,7 +305,7 @@ class ThroughputCurve:
 
 
 class _PassTimer:
-    """Times passes of `num_tokens` a row on top of one cached context."""
+    """Times passes of `num_tokens` tokens per row after a cached context."""
 
     def __init__(self, target: Any, forward: Any, num_rows: int, context_length: int, forward_kwargs: dict[str, Any]):
         self._forward = forward
@@ -322,7 +321,7 @@ class _PassTimer:
             self._cache.activate_past_recording()
 
     def time_pass(self, num_tokens: int) -> float:
-        """Seconds of one pass, after which the cache is as before."""
+        """Seconds of one pass. The cache is restored afterwards."""
         cache = self._cache if self._is_croppable else copy.deepcopy(self._cache)
         kwargs = self._kwargs | {"input_ids": self._tokens(num_tokens), CACHE_KEY: cache}
         self._synchronize()
@@ -346,12 +345,12 @@ class _PassTimer:
 
 
 def _by_count(seconds: Mapping[Any, float] | None) -> dict[int, float]:
-    """The same by rising whole numbers, which JSON writes as text."""
+    """Sorted, with keys as integers, because JSON stores keys as text."""
     return {int(count): float(seconds[count]) for count in sorted(seconds, key=int)} if seconds else {}
 
 
 def _interpolated(seconds: Mapping[int, float], count: int) -> float:
-    """Between what was measured; beyond the largest count in proportion to it; 0 where nothing was."""
+    """Linear interpolation; proportional beyond the largest count; 0 without measurements."""
     if not seconds:
         return 0.0
     return float(np.interp(count, list(seconds), list(seconds.values()))) * max(1.0, count / max(seconds))
@@ -371,7 +370,7 @@ def never_falling(values: np.ndarray) -> np.ndarray:
 
 
 def describe(target: Any) -> dict[str, Any]:
-    """What a curve measured on `target` here is true for."""
+    """Describes the target and the machine for which a curve measured now is valid."""
     import transformers
 
     device = torch.device(target.device)
@@ -387,7 +386,7 @@ def describe(target: Any) -> dict[str, Any]:
 
 
 def config_hash(config: Any) -> str:
-    """Tells models apart whose passes cost differently: a hash of what the configuration says of the computation."""
+    """A hash of the fields of a configuration that affect the computation, so the time of a pass."""
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_COMPUTATION}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
