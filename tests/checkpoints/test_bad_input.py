@@ -172,7 +172,11 @@ DAMAGE = {
     "missing shard": (shard("model-00001-of-00002.safetensors"), OSError, r"model-00001-of-00002\.safetensors"),
     "shard in another folder": (shard("../shard.safetensors"), OSError, "not a safetensors file in the same folder"),
     "shard by absolute path": (shard("/etc/passwd"), OSError, "not a safetensors file in the same folder"),
-    "shard by network path": (shard(r"\\host\share\a.safetensors"), OSError, "not a safetensors file in the same folder"),
+    "shard by network path": (
+        shard(r"\\host\share\a.safetensors"),
+        OSError,
+        "not a safetensors file in the same folder",
+    ),
     "pickled shard": (shard("pytorch_model.bin"), OSError, "not a safetensors file in the same folder"),
     "index of more than the shards hold": (index_with_a_tensor_too_many, OSError, r"lack never\.saved"),
     "index that is no index": (
@@ -190,7 +194,11 @@ DAMAGE = {
     ),
     # The configuration.
     "configuration that is no JSON": (write("config.json", "{'a': 1}"), OSError, "not a readable JSON file"),
-    "configuration that is a list": (write("config.json", "[1, 2]"), OSError, "has to hold a JSON object, but it holds a list"),
+    "configuration that is a list": (
+        write("config.json", "[1, 2]"),
+        OSError,
+        "has to hold a JSON object, but it holds a list",
+    ),
     "configuration of bytes": (write("config.json", b"\xff\xfe\x00"), OSError, "not a readable JSON file"),
     "configuration nested without end": (write("config.json", "[" * 200_000), OSError, "not a readable JSON file"),
     "absurd number of layers": (change_config(num_hidden_layers=10**12), ValueError, "num_hidden_layers=1000000000000"),
