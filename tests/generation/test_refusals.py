@@ -38,11 +38,6 @@ def test_settings_of_the_target_count_too():
     assert "num_beams=3" in rig.refusing(target)
 
 
-def test_recurrent_targets():
-    message = rig.refusing(rig.target("qwen3_5"))
-    assert "recurrent state" in message and "Qwen3_5" in message
-
-
 def test_encoder_decoders():
     config = T5Config(
         vocab_size=tiny.VOCAB_SIZE, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0

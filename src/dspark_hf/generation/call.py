@@ -29,6 +29,10 @@ from .target_pass import TargetPass
 from .telemetry import Round, current_recorder
 from .token_choice import TokenChoice
 
+# Tokens that may be fed again in one pass. Where there are more, a round without drafts, which nothing can reject, brings the
+# cache up to date.
+MOST_FED_AGAIN = 16
+
 
 @dataclass
 class DraftOptions:
@@ -82,7 +86,7 @@ class Call:
     def max_drafts(self, row: int) -> int:
         """The most drafts that a row can use in the coming round."""
         output = self.outputs[row]
-        if self.prompt.forgets_context:
+        if self.prompt.forgets_context or self.target.num_owed > MOST_FED_AGAIN:
             return 0
         # A round always adds one token of the target, so the last free place is not for a draft.
         longest = min(self.generator.num_draft_tokens, output.room - 1)
@@ -132,12 +136,12 @@ class Call:
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What plain `generate` would return. With one row, the drafter's context is kept for a call that continues it."""
         ids = [output.ids for output in self.outputs]
+        cache = self.target.finish(max(output.num_new for output in self.outputs))
         are_all_known = ids[0].shape[1] == self.prompt.past_length + 1  # Every token in the cache has its id here.
         if len(ids) == 1 and are_all_known and self.prompt.keeps_cache:
             context = self.generator.context.complete(ids)
             remember(self.prompt.cache, self.generator.drafter, ids[0][:, :-1], context)
         pad_token_id, returned = pad_token_of(self.generation_config), [output.returned for output in self.outputs]
-        cache = self.target.finish(max(output.num_new for output in self.outputs))
         return assemble(ids, returned, self.generation_config, pad_token_id, cache)
 
 

@@ -43,5 +43,11 @@ def make_ordinary(model: nn.Module, cache: Cache | None = None) -> None:
             setattr(model.get_submodule(owner), leaf, buffer.clone())
     for layer in [] if cache is None else cache.layers:
         for name, value in list(vars(layer).items()):
-            if isinstance(value, torch.Tensor) and value.is_inference():
-                setattr(layer, name, value.clone())
+            if isinstance(value, dict):  # States by their index or name.
+                value.update({key: _ordinary(state) for key, state in value.items()})
+            else:
+                setattr(layer, name, _ordinary(value))
+
+
+def _ordinary(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value

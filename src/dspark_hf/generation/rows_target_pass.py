@@ -44,6 +44,7 @@ class RowsTargetPass:
 
     def __init__(self, prompt: TargetPass, keep_cache: bool):
         self.hidden_state_indices = prompt.hidden_state_indices
+        self.num_owed = 0
         self._wants_all_states = bool(prompt.generation_config.output_hidden_states)
         self._prompt = prompt
         self._keep_cache = keep_cache

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import Cache, GenerationConfig
+from transformers.cache_utils import CacheLayerMixin
 
 from ..transformers_names import (
     CACHE_KEY,
@@ -88,7 +89,10 @@ class TargetModel:
 
     @property
     def past_length(self) -> int:
-        """Tokens in the cache."""
+        """Tokens in the cache; 0 where it holds recurrent states alone, which do not count them."""
+        layers: list[Any] = self.cache.layers
+        if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+            return 0
         return int(self.cache.get_seq_length())
 
     def attended_columns(self, start: int, end: int) -> torch.Tensor | None:
@@ -110,7 +114,7 @@ class TargetModel:
         Args:
             input_ids: The whole sequence, `[B, L]`.
             num_fed: How many of its last tokens the cache does not hold yet.
-            logits_to_keep: Tokens whose logits are wanted, from the last.
+            logits_to_keep: Tokens whose logits are wanted, from the last. After the prompt, so are their hidden states alone.
             kwargs: `model_kwargs` that cover the sequence.
             is_first_iteration: Whether the tokens belong to the prompt.
         """
@@ -136,8 +140,10 @@ class TargetModel:
         features = context_features(raw, self.hidden_state_indices)
         # A model that has discarded its cache was run over the whole sequence again.
         is_refed = not is_first_iteration and features.shape[1] > num_fed
-        if is_refed:
-            features = features[:, -num_fed:]
+        if not is_first_iteration and features.shape[1] > logits_to_keep:
+            features = features[:, -logits_to_keep:]
+            if not is_refed:
+                keep_last_states(raw, logits_to_keep)
         return TargetOutput(logits, features, raw, is_whole=is_first_iteration or is_refed)
 
     def _continue_with(self, cache: Any, num_tokens: int) -> None:
@@ -145,3 +151,10 @@ class TargetModel:
         if cache is not None and cache is not self.cache:
             self.cache = self.model_kwargs[CACHE_KEY] = cache
             self.forgets_context = self.past_length < num_tokens
+
+
+def keep_last_states(raw: Any, num_tokens: int) -> None:
+    """Leaves out what a model output holds of tokens that were fed again."""
+    for name, axis in (("hidden_states", 1), ("attentions", 2)):
+        if (states := raw.get(name)) is not None:
+            setattr(raw, name, tuple(None if s is None else s.narrow(axis, -num_tokens, num_tokens) for s in states))

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ..transformers_names import extended_model_kwargs
+from ..transformers_names import extended_model_kwargs, is_callers_cache
 from .pass_mode import make_ordinary
 from .rollback import Rollback
+from .rollback_trial import check_target
 from .target_model import TargetModel, TargetOutput
 from .telemetry import stage
 
@@ -21,6 +22,11 @@ class TargetPass(TargetModel):
 
     Args: as in [`TargetModel`].
 
+    Attributes:
+        num_owed (`int`):
+            Committed tokens that left the cache with a rejected draft, because it holds states that cannot be cropped. They
+            are fed again in front of the next anchor.
+
     Raises:
         ValueError: when the target's cache is off or cannot be rolled back.
     """
@@ -28,8 +34,13 @@ class TargetPass(TargetModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ending = contextlib.ExitStack()  # What has to be undone when the call ends.
-        self._rollback = Rollback(self.model, self.cache)
+        check_target(self.model, self.cache)
+        self._rollback = Rollback(self.cache)
+        self.num_owed = 0
         self._num_fed = 1
+        self._fed_ids = torch.empty(1, 0, dtype=torch.long)
+        self._is_verifying = False
+        self._owed_pass: tuple[torch.Tensor, dict[str, Any], int] | None = None
 
     def begin_rounds(self) -> None:
         """Called after the pass over the prompt."""
@@ -47,10 +58,14 @@ class TargetPass(TargetModel):
         Returns:
             Logits and features of these `N + 1` tokens.
         """
+        num_drafts = draft_ids[0].shape[1]
         candidates = torch.cat([input_ids[0], draft_ids[0].to(input_ids[0].device)], dim=1)
-        self._num_fed = candidates.shape[1] - input_ids[0].shape[1] + 1
-        kwargs = extended_model_kwargs(self.model, self.model_kwargs, self._num_fed - 1)
-        output = self.forward(candidates, self._num_fed, self._num_fed, kwargs)
+        self._num_fed, self._fed_ids, self._is_verifying = self.num_owed + 1 + num_drafts, candidates, True
+        kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_drafts)
+        if num_drafts:
+            with self.mode():
+                self._rollback.save()
+        output = self.forward(candidates, self._num_fed, num_drafts + 1, kwargs)
         if self.cache is not self._rollback.cache:
             self._rollback.end()
             self._rollback.begin(self.cache)
@@ -66,20 +81,37 @@ class TargetPass(TargetModel):
             num_committed: Tokens that the pass added to the output.
         """
         with stage("cache handling"):
+            count, before = num_committed[0], self.model_kwargs
+            num_rejected = self._num_fed - self.num_owed - count
             with self.mode():
-                self._rollback.take_back(self._num_fed - num_committed[0])
-            self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_committed[0])
+                self.num_owed = self._rollback.take_back(self._num_fed, num_rejected)
+            self.model_kwargs = extended_model_kwargs(self.model, before, count)
+            if self.num_owed and count:  # Of a pass that added nothing, the tokens before it are still owed.
+                self._owed_pass = self._fed_ids[:, : self._fed_ids.shape[1] - num_rejected], before, count - 1
+            self._is_verifying = False
 
     def keep_rows(self, rows: list[int]) -> None:
         """Does nothing, because there is only one row."""
 
     def finish(self, num_new: int) -> Any:
         """The target's cache, as plain `generate` leaves it; `num_new` is the number of tokens after the prompt."""
+        if self.generation_config.return_dict_in_generate:
+            self._feed_owed()
         self.end()
         return self.cache
 
     def end(self) -> None:
-        """Leaves the target and its cache as they were before the call."""
+        """Leaves the target as it was before the call, and its cache with all tokens but the last."""
         self.ending.close()
+        if is_callers_cache(self.cache) and not self._is_verifying:
+            self._feed_owed()
         self._rollback.end()
         make_ordinary(self.model, self.cache if self.keeps_cache else None)
+
+    def _feed_owed(self) -> None:
+        """Feeds the tokens that left the cache with a rejected draft, as no round follows that would."""
+        if self.num_owed and self._owed_pass is not None:
+            ids, kwargs, num_new = self._owed_pass
+            self.forward(ids, self.num_owed, 1, extended_model_kwargs(self.model, kwargs, num_new))
+            with self.mode():
+                self.num_owed = self._rollback.take_back(self.num_owed, 0)

@@ -1,0 +1,166 @@
+"""Targets that keep more than keys and values decode with a drafter exactly as without one."""
+
+import pytest
+import torch
+from generation import hybrids, rig
+
+import tiny
+from dspark_hf.generation import call, rollback, rollback_trial
+
+pytestmark = pytest.mark.integration
+
+
+def families(names):
+    """Parameters for the families that the installed transformers has."""
+    return [name for name in names if hybrids.exists(name)]
+
+
+FAMILIES = families(name for name in hybrids.FAMILIES if name != "deepseek_v4")
+
+
+# ---------------------------------------------------------------------- greedy output
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family):
+    outcome = rig.compare(hybrids.target(family), max_new_tokens=40)
+    assert len(set(rig.ids_of(outcome.plain))) > 20, "an output that never changes hides mistakes"
+    assert len(outcome.stats["accepting"].rounds) == 8
+
+
+@pytest.mark.parametrize("family", families(hybrids.WRONG_FAMILIES))
+def test_targets_whose_passes_differ_from_single_steps_are_refused(family):
+    message = rig.refusing(hybrids.target(family))
+    assert any(words in message for words in ("on top of its recurrent state", "outside its cache", "cache is off"))
+
+
+# ---------------------------------------------------------------------- what a rollback is
+
+
+def decoded(target, rollback_class=rollback.Rollback, num_tokens=10):
+    """Logits `[num_tokens, V]` of tokens that are fed in rounds with two wrong drafts each, and of the same fed one by one."""
+    prompt, ids = tiny.prompt(9)["input_ids"], tiny.prompt(num_tokens, seed=1)["input_ids"]
+    single = rollback_trial.PromptedTarget(target, prompt)
+    expected = torch.cat([single.feed(token) for token in ids.split(1, dim=1)], dim=1)[0]
+    fed = rollback_trial.PromptedTarget(target, prompt)
+    rolled = rollback_class(fed.cache)
+    rolled.begin(fed.cache)
+    num_done, num_owed, logits = 0, 0, []
+    while num_done < num_tokens:
+        block = torch.cat([ids[:, num_done - num_owed : num_done + 2], torch.tensor([[5, 6]])], dim=1)
+        rolled.save()
+        logits.append(fed.feed(block)[0, num_owed : num_owed + 2])
+        num_owed = rolled.take_back(block.shape[1], 2)
+        num_done += 2
+        fed.length -= num_owed + 2
+    return torch.cat(logits), expected
+
+
+class Forgetful(rollback.Rollback):
+    """A rollback that crops what can be cropped and leaves the rest as it is."""
+
+    needs_copies = False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_after_a_rollback_are_those_of_single_steps(family):
+    actual, expected = decoded(hybrids.target(family))
+    # Nemotron-H's norm divides very small numbers, which makes rounding large in a model this small.
+    torch.testing.assert_close(actual, expected, atol=0.3 if family == "nemotron_h" else 5e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in hybrids.CROPPED])
+def test_a_rollback_without_copies_is_wrong(family, monkeypatch):
+    """The negative control of the test above."""
+    monkeypatch.setattr(rollback.RecurrentLayer, "save", lambda self: None)
+    actual, expected = decoded(hybrids.target(family), Forgetful)
+    assert (actual - expected).abs().max() > 1
+
+
+def test_the_trial_notices_a_rollback_that_forgets(monkeypatch):
+    target = hybrids.build("qwen3_5")
+    assert rollback_trial.is_exact(target)
+    monkeypatch.setattr(rollback.RecurrentLayer, "save", lambda self: None)
+    assert not rollback_trial.is_exact(target)
+
+
+def test_each_target_is_tried_once(monkeypatch):
+    target, tried = hybrids.build("qwen3_5"), []
+    monkeypatch.setattr(rollback_trial, "is_exact", lambda model: not tried.append(model))
+    for _ in range(2):
+        rig.compare(target, kinds=["rejecting"], max_new_tokens=4)
+    assert tried == [target]
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+class Passes:
+    """Counts the tokens of every pass of a target."""
+
+    def __init__(self, target):
+        self.fed = []
+        self._hook = target.get_decoder().register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, kwargs):
+        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+        self.fed.append(ids.shape[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._hook.remove()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm2"])
+def test_accepted_tokens_ride_in_the_next_pass(family):
+    """There is one pass for each round, and a round feeds again only what a rejection took back."""
+    target = hybrids.target(family)
+    script = rig.ids_of(target.generate(**tiny.prompt(), max_new_tokens=40, do_sample=False))
+    drafter = rig.drafter_of("patterned", target, script)
+    settings = {"max_new_tokens": 40, "do_sample": False, "assistant_model": drafter, "drafting_backoff": False}
+    target.generate(**tiny.prompt(), **settings)  # The trial of a new target has passes of its own.
+    with Passes(target) as passes, rig.record_speculation() as stats:
+        target.generate(**tiny.prompt(), **settings)
+    owed, expected = 0, []
+    for r in stats.rounds[:-1]:
+        expected.append(owed + 1 + r.verified)
+        rejected = r.accepted < r.verified and family not in hybrids.CROPPED
+        owed = owed + r.committed if rejected else 0
+    assert passes.fed[0] == 9
+    assert passes.fed[1:-1] == expected
+
+
+def test_a_round_without_drafts_brings_a_cache_up_to_date():
+    """Where every round rejects something, the tokens that are fed again stay few."""
+    target = hybrids.target("qwen3_5")
+    drafter = rig.drafter_of("rejecting", target, [])
+    settings = {"max_new_tokens": 60, "do_sample": False, "assistant_model": drafter, "drafting_backoff": False}
+    target.generate(**tiny.prompt(), **settings)
+    with Passes(target) as passes:
+        target.generate(**tiny.prompt(), **settings)
+    longest = call.MOST_FED_AGAIN + 1 + rig.BLOCK_SIZE
+    assert longest - rig.BLOCK_SIZE < max(passes.fed) <= longest
+
+
+def test_copies_are_made_in_place_and_only_before_a_round_that_drafts(monkeypatch):
+    target = hybrids.target("qwen3_5")
+    script = rig.ids_of(target.generate(**tiny.prompt(), max_new_tokens=60, do_sample=False))
+    drafter = rig.drafter_of("patterned", target, script)
+    places, saves = {}, []
+    save = rollback.RecurrentLayer.save
+
+    def spy(self):
+        save(self)
+        saves.append(self)
+        tensors = [copy for copies in self._copies for copy in copies.values()]
+        places.setdefault(id(self), set()).add(tuple(copy.data_ptr() for copy in tensors))
+
+    monkeypatch.setattr(rollback.RecurrentLayer, "save", spy)
+    settings = {"max_new_tokens": 60, "do_sample": False, "assistant_model": drafter}
+    target.generate(**tiny.prompt(), **settings)
+    assert len(saves) > 6 and all(len(seen) == 1 for seen in places.values())
+    saves.clear()
+    target.generate(**tiny.prompt(), **settings, num_assistant_tokens=0)
+    assert not saves
