@@ -285,7 +285,7 @@ def test_a_conversation_that_cannot_be_read_is_refused(tokenizer):
     with pytest.raises(ValueError, match="give each message 'role'"):
         encode_rows([{"messages": [{"text": "a"}]}], tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(ValueError, match=r"refuses a conversation of system, user: no system messages\. Bring"):
+    with pytest.raises(ValueError, match=r"refuses a conversation of system, user: no system messages\. Change"):
         encode_rows([{"messages": TWO_TURNS}], tokenizer)
     tokenizer.chat_template = CHATML.replace("m['content']", "m['content'][0]['text'] | string")
     with pytest.raises(ValueError, match="without its text"):

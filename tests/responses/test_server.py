@@ -127,7 +127,7 @@ def test_a_busy_server_is_waited_for_in_minutes() -> None:
 
 def test_a_server_that_never_answers_ends_the_run_clearly(server: str, tmp_path: Path) -> None:
     writer, waits = impatient(server)
-    with pytest.raises(ConnectionError, match=r"after 4 tries \(its reply is not JSON"):
+    with pytest.raises(ConnectionError, match=r"after 4 tries \(its reply is not valid JSON"):
         writer.run([{"prompt": "always"}], tmp_path / "out.jsonl", progress=False)
     assert waits == list(regeneration_server.AWAY_WAITS_S)
 

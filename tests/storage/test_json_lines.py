@@ -131,7 +131,7 @@ def test_a_file_that_was_replaced_is_not_touched(tmp_path, text, told):
 
 def test_a_file_has_one_writer_at_a_time(tmp_path):
     path = tmp_path / "out.jsonl"
-    with ResumableLines(path, {}), pytest.raises(ValueError, match="Another process writes"):
+    with ResumableLines(path, {}), pytest.raises(ValueError, match="Another process is writing"):
         write(path)
     write(path, {"id": 0})
     assert json.loads(path.read_text()) == {"id": 0}

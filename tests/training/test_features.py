@@ -138,7 +138,7 @@ def test_a_cache_of_another_target_is_refused(positions, make_trainer, rows, tmp
 def test_one_process_writes_a_cache(rows, tmp_path):
     target = tiny.qwen3()
     config = tiny.drafter_config(target)
-    with single_writer(tmp_path / "cache"), pytest.raises(ValueError, match="Another process writes"):
+    with single_writer(tmp_path / "cache"), pytest.raises(ValueError, match="Another process is writing"):
         cache_features(target, config, rows(2), tmp_path / "cache", progress=False)
     cache_features(target, config, rows(2), tmp_path / "cache", progress=False)
 

@@ -1,4 +1,4 @@
-"""Conversations: prompts as they are read, chats as token ids, and the rows of tokens that a drafter learns from."""
+"""Conversations: reading prompts, chats as token ids, and tokenized rows for training."""
 
 from .chat import Chat
 from .prompts import read_prompts

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .templates import has_template, opening_tokens
 
-# Stands for an answer while the text that follows it is looked up in the chat template.
+# A placeholder for an answer, to find out which text the chat template puts after it.
 _ANSWER = "\u2402ANSWER\u2403"
 
 
@@ -17,8 +17,8 @@ class Chat:
     """
     One chat with the target, turn by turn.
 
-    The next turn's prompt is the ids so far, answers exactly as they were generated, plus what the chat template puts
-    after an answer. Tokenizing the whole text again could split an answer differently, and the cache would not fit.
+    The next turn's prompt is the token ids so far, with answers exactly as they were generated, plus what the chat template puts
+    after an answer. Tokenizing the whole text again could split an answer differently, and the target's cache would not fit.
 
     ```python
     >>> chat = Chat(tokenizer)  # doctest: +SKIP
@@ -27,10 +27,10 @@ class Chat:
     ```
 
     Args:
-        tokenizer: With a chat template. Without one, prompts are plain text that the target continues, later turns follow
-            the answer after a blank line, and a warning says so.
-        system: What stands before the first turn.
-        template_kwargs: For the chat template; `enable_thinking=False` by default.
+        tokenizer: The target's tokenizer. Without a chat template, prompts are plain text that the target continues, turns are
+        separated by a blank line, and there is a warning.
+        system: A system message.
+        template_kwargs: Arguments of the chat template; `enable_thinking=False` by default.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None, **template_kwargs: Any):
@@ -78,7 +78,7 @@ class Chat:
         messages[-2]["content"] = _ANSWER
         _, _, rest = self._render(messages).rpartition(_ANSWER)
         last = str(self.tokenizer.decode(self.token_ids[-1:]))
-        # An answer that was not cut short ends with the token that the template puts there.
+        # A complete answer already ends with the token that the template puts after it.
         return rest.removeprefix(last) if self.token_ids[-1] in self.tokenizer.all_special_ids else rest
 
     def _render(self, messages: list[dict[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Reads data sets with the `datasets` library, and says in one sentence why one cannot be read."""
+"""Reads data sets with the `datasets` library, with one-sentence errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 def read_data_set(name: str, subset: str | None = None, *, split: str = "train", files: list[str] | None = None) -> Any:
     """
-    The rows of a data set on the Hub, or of files that `datasets` has a reader for.
+    The rows of a data set on the Hub, or of files in a format that `datasets` can read.
 
     Args:
-        name: Data set on the Hub, or the reader of `files`, such as `"json"`.
+        name: Data set on the Hub, or the format of `files`, such as `"json"`.
         subset: What `datasets` calls the configuration.
         split: The split.
         files: Paths or addresses of files.

@@ -1,4 +1,4 @@
-"""Prompts, read from files or data sets, and the conversations that become of them."""
+"""Reads prompts from files or data sets and turns them into conversations."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PROMPT_FIELDS = ("turns", "messages", "prompt")
 
 
 class Unanswerable(ValueError):
-    """Why one prompt cannot be answered, though others may: it is left out with a warning."""
+    """Raised for a prompt that cannot be answered, although others may: it is skipped with a warning."""
 
 
 @dataclass
 class Conversation:
-    """One prompt on its way: `messages` grow by a response and the next of `turns` until none is left."""
+    """A conversation that is being generated: `messages` grows by a response and the next of `turns` until none is left."""
 
     id: int
     row: dict[str, Any]
     messages: list[dict[str, Any]]
-    turns: list[str] = field(default_factory=list)  # the user's turns still to come
+    turns: list[str] = field(default_factory=list)  # the user's turns that were not asked yet
     num_responses: int = 0
-    finished: bool = True  # whether the last response ended by itself
+    finished: bool = True  # whether the last response ended with an end-of-sequence token
 
     def add(self, response: str, finished: bool, response_ids: list[int] | None = None) -> None:
         ids = {} if response_ids is None else {"response_ids": response_ids}
@@ -38,14 +38,14 @@ class Conversation:
         self.finished = finished
 
     def next_turn(self) -> bool:
-        """Ask the next of the user's turns; False where there is none, or it would follow a response that was cut."""
+        """Adds the user's next turn; False if there is none, or the last response was cut by the limit."""
         if not self.turns or not self.finished:
             return False
         self.messages.append({"role": "user", "content": self.turns.pop(0)})
         return True
 
     def give_up(self, reason: object) -> None:
-        """Say why the last of the user's turns gets no response, and drop it where there are responses before it."""
+        """Warns that the last user turn gets no response, and drops it if there are responses before it."""
         if not self.num_responses:
             logger.warning("Prompt %d is skipped: %s.", self.id, reason)
             return
@@ -53,7 +53,7 @@ class Conversation:
         logger.warning("Prompt %d ends after %d of its turns: %s.", self.id, self.num_responses, reason)
 
     def output_row(self) -> dict[str, Any]:
-        """The row to write, once the last response is there."""
+        """The row to write, after the last response."""
         *before, response = self.messages
         row: dict[str, Any] = {"id": self.id}
         if "source" in self.row:
@@ -69,7 +69,7 @@ class Conversation:
 
 
 def without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them."""
+    """The messages with the fields that a chat template expects."""
     return [{name: value for name, value in message.items() if name != "response_ids"} for message in messages]
 
 
@@ -80,12 +80,12 @@ def read_prompts(
     Rows of a local JSON-lines file, or of a data set of the `datasets` library.
 
     Args:
-        source: The file, or what `datasets.load_dataset` takes first.
-        split, subset: Of a data set; `subset` is what `datasets` calls its configuration or `name`.
-        column: Where the prompt stands; by default `turns`, `messages` or `prompt`.
+        source: The file, or the name of a data set as for `datasets.load_dataset`.
+        split, subset: Split and subset of a data set; `datasets` calls a subset configuration or `name`.
+        column: The column with the prompt; by default `turns`, `messages` or `prompt`.
 
     Raises:
-        ValueError: when a local file does not exist or holds no rows, or a row has no such column.
+        ValueError: when a local file does not exist or has no rows, or a row does not have the column.
     """
     is_empty = True
     for index, row in enumerate(_read_rows(source, split, subset)):
@@ -109,7 +109,7 @@ def _read_rows(source: str | Path, split: str, subset: str | None) -> Iterator[d
 
 
 def _read_rows_of_json(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file with one in each line, or with a list of them."""
+    """The rows of a file that has one per line, or one JSON list of rows."""
     with path.open(encoding="utf-8") as file:
         is_list = file.read(1) == "["
         file.seek(0)
@@ -133,7 +133,7 @@ def _read_rows_of_json(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _from_column(index: int, row: dict[str, Any], column: str) -> dict[str, Any]:
-    """The row with the prompt under the name that fits what the column holds."""
+    """A row with the contents of the column under `turns`, `messages` or `prompt`, depending on its type."""
     if column not in row:
         raise ValueError(
             f"Row {index} has no column {column!r}; its columns are {', '.join(sorted(row))}. Name one of them."
@@ -146,11 +146,11 @@ def _from_column(index: int, row: dict[str, Any], column: str) -> dict[str, Any]
 
 def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
     """
-    Read a row with `turns` (user turns), `messages` (a response at their end is dropped) or `prompt`.
+    Makes a conversation from a row with `turns` (user turns), `messages` (a final response is dropped) or `prompt`.
 
     Raises:
-        ValueError: when it has none of these fields.
-        Unanswerable: when nothing is asked in it.
+        ValueError: when the row has none of these fields.
+        Unanswerable: when it contains no text of the user.
     """
     if row.get("turns"):
         return Conversation(index, row, [{"role": "user", "content": row["turns"][0]}], list(row["turns"][1:]))
@@ -171,7 +171,7 @@ def as_conversation(index: int, row: dict[str, Any]) -> Conversation:
 
 
 def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
-    """All rows in which something is asked, by their index; a warning names each of the others."""
+    """Conversations from all rows that contain text of the user, with a warning for each of the others."""
     conversations = []
     for index, row in rows.items():
         try:
@@ -183,11 +183,11 @@ def as_conversations(rows: dict[int, dict[str, Any]]) -> list[Conversation]:
 
 def as_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """
-    A message of a chat template, its content as text; also from the `from` and `value` of ShareGPT's data sets, or with
-    a list of texts as content.
+    A message for a chat template, with text as content. Also accepts `from` and `value` as in ShareGPT's data sets, and a list of
+    texts as content.
 
     Raises:
-        Unanswerable: when it has no role, or holds more than texts.
+        Unanswerable: when it has no role, or contains something other than text.
     """
     if "role" not in message:
         if not {"from", "value"} <= message.keys():
@@ -205,17 +205,17 @@ def as_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_same_prompts(written: list[dict[str, Any]], prompts: dict[int, dict[str, Any]], output: str | Path) -> None:
-    """Refuse to resume an output whose rows answer other prompts."""
+    """Refuses to resume an output whose rows answer other prompts."""
     for row in written:
         if row["id"] in prompts and not answers(row, prompts[row["id"]]):
             raise ValueError(
                 f"'{output}' answers another prompt under id {row['id']} than the one given now. "
-                "Go on with the same prompts, or write to another file."
+                "Continue with the same prompts, or write to another file."
             )
 
 
 def answers(row: dict[str, Any], prompt: dict[str, Any]) -> bool:
-    """Whether an output row answers this prompt, or the first of its turns."""
+    """Whether an output row is an answer to this prompt, or to the first of its turns."""
     try:
         asked = as_conversation(row["id"], prompt)
     except Unanswerable:

@@ -1,14 +1,14 @@
-"""From conversations to tokens and the mask of what the drafter is to learn.
+"""Turns conversations into token ids and a mask of the tokens that the drafter learns.
 
-A row is `{"messages": [...]}`, or `{"prompt": ..., "response": ...}`, or `messages` with the last `response` beside
-them. What is learned is what the target generated: its words and the token that ends its turn, in every turn, and
-nothing of the template around them. One policy for all lengths: no row is left out for being short.
+An input row is `{"messages": [...]}`, `{"prompt": ..., "response": ...}`, or `{"messages": [...], "response": ...}` with the last
+response separate. The drafter learns the tokens that the target generated: in every turn, the response and the token that ends
+it, but nothing of the template around them. No row is left out because of its length.
 
-A drafter shall learn what it will meet, so every turn is written as generation writes it: the prompt is rendered with
-the generation prompt and tokenized whole, and the response follows it, token by token. Where the next turn's prompt
-begins with just these tokens, both turns share a row. Many templates rewrite earlier turns (they drop the thoughts, say);
-the turn then keeps a row of its own, in the context that the target saw. So a conversation is one row or several, and
-every turn is learned once.
+Training rows have to look like the sequences of generation. So every turn is built the same way: the prompt is rendered with
+the generation prompt and tokenized as a whole, followed by the tokens of the response. If the next turn's prompt begins with
+exactly these tokens, both turns share a row. Many templates rewrite earlier turns, for instance by removing the thoughts; then
+each turn becomes a separate row, with the context that the target saw. So a conversation gives one row or several, and every
+turn is learned exactly once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.get_logger(__name__)
 
 Encoded = dict[str, list[int]]
 
-_OF_RESPONSE = ("response_ids", "finished")  # Fields of a row about its response, not for the template.
-_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # A template writes these as well.
-_MARK = "\ue000response\ue001"  # Stands for a response, to see what the template puts around it.
+_OF_RESPONSE = ("response_ids", "finished")  # Fields about the response, which are not passed to the template.
+_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # Fields that a template may write too.
+_MARK = "\ue000response\ue001"  # A placeholder for a response, to find out what the template puts around it.
 _UNKNOWN = (
-    "Responses with tool calls or reasoning beside their content are not learned where the chat template does not write "
-    "them behind its generation prompt: what the target wrote is then unknown. Give it in 'content', or as 'response_ids'."
+    "Responses with tool calls or reasoning in separate fields are not learned if the chat template does not write these "
+    "after its generation prompt, because it is unknown what the target wrote. Give it in 'content', or as 'response_ids'."
 )
 
 
@@ -47,25 +47,26 @@ def encode_rows(
     **template_options: Any,
 ) -> list[Encoded]:
     """
-    All rows in which something is left to learn; says how many conversations have none.
+    Turns conversations into training rows. Those with nothing to learn are left out, and a warning says how many.
 
     Args:
-        rows: Conversations, as in the module's description. `response_ids`, where given, are the last response's tokens
-            as they were drawn (end-of-turn token included), and are used instead of its text. `"finished": False` says
-            that a length limit cut the last response, so no end of turn follows it. An earlier turn's message may have
-            both as well.
-        tokenizer: With a chat template; without one, the response follows the prompt as plain text, and a warning says so.
-        max_length: Rows are cut here; what then follows the last learned token is dropped, so that no half template
-            is left at the end.
-        eos_token_ids: Tokens that end a turn; the tokenizer's by default. Nothing behind one is learned: the target
-            stops there.
-        template_options: For the chat template, such as `enable_thinking=False`: those that the responses were made with.
+        rows: Conversations, as in the module's description. `response_ids`, if given, are the tokens of the last response
+        as they were drawn (including the end-of-turn token), and are used instead of its text. `"finished": False` says
+        that a length limit cut the last response, so no end of turn follows it. The messages of earlier turns may have
+        both fields too.
+        tokenizer: The target's tokenizer. Without a chat template, the response follows the prompt as plain text, with a
+        warning.
+        max_length: Rows are cut to this length, and tokens after the last learned one are dropped, so that no incomplete
+        template is left at the end.
+        eos_token_ids: Tokens that end a turn; the tokenizer's by default. Nothing after such a token is learned, because
+        the target stops there.
+        template_options: Arguments of the chat template, such as `enable_thinking=False`; use those of generation.
 
     Returns:
-        Rows `{"input_ids": [...], "loss_mask": [...]}`: one a conversation, or several where the template rewrites turns.
+        Rows `{"input_ids": [...], "loss_mask": [...]}`: one per conversation, or several if the template rewrites turns.
 
     Raises:
-        ValueError: when a row holds no conversation, or one that the template cannot write.
+        ValueError: when a row is not a conversation, or the template refuses it.
     """
     ends = [tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids
     writer = _Writer(tokenizer, [token for token in ends if token is not None], template_options)
@@ -81,7 +82,7 @@ def encode_rows(
 
 
 def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation of a row, with the response it ends in; every `content` is text."""
+    """The conversation of a row, including its last response; every `content` is text."""
     if row.get("messages"):
         messages = [as_message(message) for message in row["messages"]]
     elif row.get("prompt"):
@@ -98,12 +99,12 @@ def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 @dataclass
 class _Writer:
     """
-    Writes turns as generation does.
+    Renders and tokenizes turns in the same way as generation.
 
     Args:
-        tokenizer: Without a chat template, the response follows the prompt as plain text.
+        tokenizer: The target's. Without a chat template, the response follows the prompt as plain text.
         ends: Tokens that end a turn.
-        options: For the chat template.
+        options: Arguments of the chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -118,11 +119,11 @@ class _Writer:
 
     @cached_property
     def special(self) -> set[int]:
-        """Tokens that no text is made of."""
+        """The special tokens."""
         return {*self.ends, *self.tokenizer.added_tokens_decoder}
 
     def rows(self, messages: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
-        """Tokens and mask of a conversation, in as few rows as show every turn as it was generated."""
+        """Tokens and mask of a conversation, in as few rows as possible, such that every turn has the context of generation."""
         roles = [message["role"] for message in messages]
         if not self.has_template and roles not in (["user", "assistant"], ["user"]):
             raise ValueError(
@@ -131,7 +132,7 @@ class _Writer:
             )
         rows: list[tuple[list[int], list[int]]] = []
         for i, message in enumerate(messages):
-            if i == 0 or message["role"] != "assistant":  # What was said before any question is context.
+            if i == 0 or message["role"] != "assistant":  # A response without a prompt is only context.
                 continue
             prompt, response = self.turn(messages[:i], message)
             if not rows or prompt[: len(rows[-1][0])] != rows[-1][0]:
@@ -142,7 +143,7 @@ class _Writer:
         return rows
 
     def turn(self, before: list[dict[str, Any]], message: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """The tokens of the prompt that `before` makes, and those of the response in `message`."""
+        """The tokens of the prompt that consists of `before`, and those of the response in `message`."""
         opening = self.render(before, prompt=True)
         prompt = opening_tokens(self.tokenizer, opening)
         response = message.get("response_ids")
@@ -154,7 +155,7 @@ class _Writer:
     def response(
         self, before: list[dict[str, Any]], message: dict[str, Any], opening: str, prompt: list[int]
     ) -> list[int]:
-        """Its own words, and what ends its turn where no limit cut it."""
+        """The tokens of a response, and the end of its turn unless the limit cut it."""
         head, found, closing = self.render([*before, {"role": "assistant", "content": _MARK}]).partition(_MARK)
         if not found:
             raise ValueError(
@@ -167,7 +168,8 @@ class _Writer:
             written = self.render([*before, message])
             shown = written[len(opening) :].removeprefix(lead) if written.startswith(opening) else ""
             text = shown.removesuffix(closing)
-            finished = finished and shown.endswith(closing)  # A call may end with a token of its own, in the text.
+            # A tool call may have a different end, which is part of the text.
+            finished = finished and shown.endswith(closing)
             if not text:
                 logger.warning_once(_UNKNOWN)
                 return []
@@ -175,8 +177,8 @@ class _Writer:
 
     def words(self, opening: str, prompt: list[int], lead: str, text: str) -> list[int]:
         """
-        What the template puts before a response is the target's own only where decoding loses it, so that no text
-        could hold it: the space before a first word in SentencePiece, or a special token.
+        The tokens of a response's text. Tokens that the template puts before the text count as generated only if decoding
+        would lose them, so that no text could contain them: SentencePiece's space before a first word, or a special token.
         """
         if lead and text:
             ids = self.behind(opening, prompt, lead + text)
@@ -186,14 +188,14 @@ class _Writer:
 
     def behind(self, opening: str, prompt: list[int], text: str) -> list[int]:
         """
-        The tail of opening and text tokenized together, since some tokenizers begin every text with a space. Where a
-        token would span the seam, which is never drawn, the text is tokenized alone.
+        The tokens of `text` when tokenized together with the opening, because some tokenizers put a space before every text.
+        If a token would span both, which generation never draws, the text is tokenized alone.
         """
         whole = opening_tokens(self.tokenizer, opening + text)
         return whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.part(text)
 
     def end(self, closing: str) -> list[int]:
-        """The first special tokens that the template writes behind a response, or else a known end."""
+        """The first special tokens that the template writes after a response, or else a known end-of-turn token."""
         from_first = dropwhile(lambda token: token not in self.special, self.part(closing))
         return list(takewhile(self.special.__contains__, from_first)) or self.ends[:1]
 
@@ -208,8 +210,8 @@ class _Writer:
             return str(text)
         except (TemplateError, TypeError) as error:
             raise ValueError(
-                f"The chat template refuses a conversation of {', '.join(m['role'] for m in messages)}: {error}. Bring such "
-                "rows into the form it takes, or leave them out."
+                f"The chat template refuses a conversation of {', '.join(m['role'] for m in messages)}: {error}. Change such "
+                "rows, or leave them out."
             ) from error
 
     def part(self, text: str) -> list[int]:
@@ -217,7 +219,7 @@ class _Writer:
 
 
 def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a turn: the generation config's, then the model config's, then the tokenizer's."""
+    """Tokens that end a turn: those of the generation config, else of the model config, else of the tokenizer."""
     for found in (
         target.generation_config.eos_token_id,
         target.config.get_text_config().eos_token_id,

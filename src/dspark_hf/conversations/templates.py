@@ -1,4 +1,4 @@
-"""What is the same wherever a tokenizer writes a conversation: the thinking switch, and what happens without a template."""
+"""Chat templates: the thinking switch, and the warning when there is no template."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ logger = logging.get_logger(__name__)
 
 
 def thinking_switch(enable_thinking: bool | None) -> dict[str, bool]:
-    """The option of a chat template that has such a switch; `None` leaves it to the template."""
+    """The chat template's argument for switching thinking on or off; `None` leaves it to the template."""
     return {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase, otherwise: str) -> bool:
     """
-    Whether the tokenizer has a chat template; a warning, once, where it has none.
+    Whether the tokenizer has a chat template; warns once if not.
 
     Args:
-        otherwise: What is done without one, for the warning.
+        otherwise: What happens without one, for the warning.
     """
     if tokenizer.chat_template is not None:
         return True
@@ -30,8 +30,8 @@ def has_template(tokenizer: PreTrainedTokenizerBase, otherwise: str) -> bool:
 
 
 def opening_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that a conversation begins with. A chat template writes the special tokens itself."""
+    """The tokens of a text at the start of a sequence. If there is a chat template, the text has the special tokens already."""
     if tokenizer.chat_template is not None:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     ids = list(tokenizer(text)["input_ids"])
-    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # Some tokenizers end every text with it.
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # Some tokenizers append it to every text.

@@ -1,6 +1,6 @@
 """The model card of a drafter, and the files that are pushed to the Hub with its weights.
 
-Three files may stand beside a drafter's weights. They are pushed with the weights, and the model card is made from them:
+Three files in the folder of a drafter's weights are pushed with it, and the model card reports what they hold:
 
 | file | content | written by |
 |---|---|---|
@@ -8,14 +8,14 @@ Three files may stand beside a drafter's weights. They are pushed with the weigh
 | `results.json` | acceptance and speed | `dspark-hf bench` |
 | `throughput_curve.json` | the cost of a target pass | [`~dspark_hf.scheduling.ThroughputCurve.save`] |
 
-After training with code of your own, this writes the same card that a push would write:
+After training without this package's trainer, this writes the card that a push would write:
 
 ```python
 TrainingSummary(command="dspark-hf train ...", settings={"learning_rate": 6e-4}, results={"loss": 1.2}).save(folder)
 write_card(drafter, folder)
 ```
 
-A card that somebody wrote or changed is never replaced.
+A card that was written or edited by hand is never replaced.
 """
 
 from .card import build_card, is_generated, write_card

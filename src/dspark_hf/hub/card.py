@@ -1,4 +1,4 @@
-"""The model card of a drafter: what is known of it, and nothing else."""
+"""The model card of a drafter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_CURVE_POINTS = 12
 
 _BLANK = "# Model Card for Model ID"  # PEFT's, with nothing filled in.
 
-# What stands in snippets for a name that is known to the owner of the drafter alone.
+# A placeholder in code snippets for a repository name that is not known.
 YOUR_DRAFTER = "your-name/drafter"
 
 # At the end of a generated card. It holds a digest of the text above it, so that an edited card is never overwritten.
@@ -47,7 +47,7 @@ def build_card(
     token: str | bool | None = None,
 ) -> ModelCard:
     """
-    The card, made from the drafter and from the files beside its weights. Paths of this machine do not appear in it.
+    Makes the card from the drafter and from the files in the folder of its weights. It contains no local paths.
 
     Args:
         drafter: The drafter.
@@ -55,9 +55,9 @@ def build_card(
         adapts: For a folder with a PEFT adapter instead of a drafter: name or folder of the drafter that it adapts.
         repo_id: The name on the Hub, for the snippets; a placeholder by default.
         base_model: The target's name on the Hub; by default the name in the configuration, if it can be one.
-        license: The drafter's licence; by default the target's, which the Hub is asked for.
-        tags: Further tags.
-        custom_generate: Whether the repository holds `custom_generate/generate.py`.
+        license: The drafter's licence; by default the target's, which is looked up on the Hub.
+        tags: Additional tags.
+        custom_generate: Whether the repository contains `custom_generate/generate.py`.
         serving: The commands by which engines serve the drafter, by the engine's name.
         token: As in `from_pretrained`, for asking the Hub about the target.
     """
@@ -117,7 +117,7 @@ def build_card(
 
 def write_card(drafter: DrafterModel, folder: str | PathLike[str], **kwargs: Any) -> bool:
     """
-    Writes the card into the folder of the weights, unless there is one that somebody wrote or changed.
+    Writes the card into the folder of the weights, unless it has one that was written or edited by hand.
 
     Args:
         drafter, folder, kwargs: As in [`build_card`].
@@ -133,7 +133,7 @@ def write_card(drafter: DrafterModel, folder: str | PathLike[str], **kwargs: Any
 
 
 def is_generated(text: str) -> bool:
-    """Whether a card was made by [`build_card`] and nothing in it was changed since, or is PEFT's blank one."""
+    """Whether a card was made by [`build_card`] and not edited since, or is PEFT's blank one."""
     if _BLANK in text:
         return True
     mark = _MARK.search(text)
@@ -159,12 +159,12 @@ def is_hub_name(name: str | None) -> bool:
 
 
 def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[str, Any]:
-    """The licence of the target, from the metadata of its card; empty where the Hub does not answer."""
+    """The licence of the target, from the metadata of its card; empty if it cannot be read."""
     if base_model is None:
         return {}
     try:
         theirs = HfApi(token=token).model_info(base_model).card_data
-    except Exception:  # Unknown or private, no network, offline mode: the card says less, and the push continues.
+    except Exception:  # Unknown or private, no network, offline mode: the card is written without it.
         return {}
     found = {name: theirs.get(name) for name in ("license", "license_name", "license_link")} if theirs else {}
     return {name: value for name, value in found.items() if isinstance(value, str)}
@@ -174,7 +174,7 @@ def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[
 
 
 def architecture_of(drafter: DrafterModel) -> dict[str, Any]:
-    """What the drafter is, in words."""
+    """A description of the drafter in words, by topic."""
     config = drafter.config
     own = " and ".join(
         name for name, held in (("embedding", config.has_embed_tokens), ("LM head", config.has_lm_head)) if held
@@ -205,7 +205,7 @@ def _training_tables(training: TrainingSummary | None) -> dict[str, dict[str, st
 
 
 def _training_gain(training: TrainingSummary | None) -> str | None:
-    """What the result of training promises; `None` where nothing was held out."""
+    """A sentence about the expected gain; `None` if no conversations were held out."""
     length = training.results.get("acceptance_length") if training else None
     return gain_in_words(length) if isinstance(length, int | float) else None
 
@@ -263,7 +263,7 @@ def _curve(curve: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known_document(file: Path, *keys: str) -> dict[str, Any] | None:
-    """A JSON document with these keys; `None` where there is no such file, or it holds something else."""
+    """A JSON object with these keys; `None` if the file does not exist or does not have them."""
     if not file.is_file():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -275,6 +275,6 @@ def _cells(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _cell(value: Any) -> str:
-    """A value as the text of a table's cell."""
+    """The text of a table cell for a value."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

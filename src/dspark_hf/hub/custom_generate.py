@@ -1,4 +1,4 @@
-"""The code that a repository can hold for those who import nothing: `generate(custom_generate="owner/drafter")`."""
+"""Writes the code behind `generate(custom_generate="owner/drafter")`, for programs that do not import dspark_hf."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..storage.atomic import whole_files
 FOLDER = "custom_generate"
 TEMPLATE = Path(__file__).parent / "templates" / "generate.py"
 
-# The first version that has what the template imports.
+# The first version of this package that has what the template imports.
 REQUIREMENTS = "dspark-hf>=0.1.0\n"
 
 
 def write_custom_generate(folder: str | PathLike[str], repo_id: str | None = None) -> None:
     """
-    Writes `custom_generate/generate.py` and its `requirements.txt` beside a drafter's weights.
+    Writes `custom_generate/generate.py` and its `requirements.txt` into the folder of a drafter's weights.
 
     Args:
         folder: Where the weights are.
-        repo_id: The repository that they go to, `owner/name`. transformers does not tell the code where it was loaded from, so
-            the code has to say where its drafter is; without a repository, the caller has to (`drafter=folder`).
+        repo_id: The repository of the drafter, `owner/name`. The code needs it to load the drafter, because transformers does not
+            tell it which repository it came from. Without it, the caller has to pass `drafter=folder`.
     """
     code = TEMPLATE.read_text(encoding="utf-8")
     if repo_id is not None:

@@ -21,7 +21,7 @@ from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figure_file
 from .custom_generate import FOLDER, write_custom_generate
 from .training_summary import TRAINING_FILE, TrainingSummary
 
-# Files that may stand beside the weights: the first two are about these weights, the third is about the target.
+# Files about the drafter. The first two describe these weights, the third the target.
 ABOUT_WEIGHTS = (TRAINING_FILE, BENCHMARK_FILE)
 COMPANIONS = (*ABOUT_WEIGHTS, CURVE_FILE)
 
@@ -37,12 +37,12 @@ class Commit:
         token: A token, or whether to use the stored one.
         revision: Branch to commit to, created if it does not exist; `main` by default.
         create_pr: Open a pull request instead.
-        message, description: Of the commit.
+        message, description: Message and description of the commit.
     """
 
     repo_id: str
     private: bool | None = None
-    token: str | bool | None = field(default=None, repr=False)  # No traceback or log shows it.
+    token: str | bool | None = field(default=None, repr=False)  # Not shown in tracebacks and logs.
     revision: str | None = None
     create_pr: bool = False
     message: str | None = None
@@ -59,9 +59,9 @@ def push(
     """
     Writes a drafter and the files about it to a temporary folder, and commits that folder.
 
-    Files about the weights are pushed with them. Those that are in the repository already stay if the weights are the same.
-    If the weights differ, they are removed, because they describe another drafter. A card that somebody wrote or changed
-    stays as it is.
+    `training.json`, `results.json` and `throughput_curve.json` are pushed with the weights. If they are already in the
+    repository, they stay if the weights there are the same, and are removed otherwise, because they describe other weights. A
+    card that was written or edited by hand stays.
 
     Args:
         drafter: The drafter.
@@ -106,7 +106,7 @@ def push(
 
 @dataclass
 class Remote:
-    """What a repository holds before a push."""
+    """The files of a repository before a push."""
 
     api: HfApi
     repo_id: str
@@ -119,7 +119,7 @@ class Remote:
         return cls(api, repo_id, revision, {file.path: file for file in listed if isinstance(file, RepoFile)})
 
     def holds(self, folder: Path) -> bool:
-        """Whether its weights are those in a folder, byte for byte."""
+        """Whether its weights equal those in a folder, byte for byte."""
         theirs = {name: file.lfs.sha256 if file.lfs else None for name, file in self.files.items()}
         ours = {file.name: _sha256(file) for file in folder.glob("*.safetensors")}
         return ours == {name: digest for name, digest in theirs.items() if name.endswith(".safetensors")}

@@ -1,4 +1,4 @@
-"""A record of how a drafter was trained, stored beside its weights and shown on its card."""
+"""A record of how a drafter was trained, stored with its weights and shown on its card."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..storage.atomic import write_text
 
 TRAINING_FILE = "training.json"
 
-# Access tokens of the Hub, and what stands after or under the names that transformers gives them.
+# Access tokens of the Hub, by their form or by the option before them.
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=hub[_-]token[ =])\S+|(?<=--token[ =])\S+")
 _SECRET_NAMES = ("token", "hub_token", "push_to_hub_token")
 
@@ -23,17 +23,17 @@ class TrainingSummary:
     """
     How a drafter was trained. All of it is optional, and all of it is shown on the model card.
 
-    Access tokens are taken out of what is saved.
+    Access tokens are removed before saving.
 
     Args:
-        command: What to type to train it again.
-        data: The training data in words: what it is and how much of it.
+        command: The command that trains it again.
+        data: The training data in words: kind and amount.
         datasets: Names of its data sets on the Hub, for the card's metadata.
-        settings: What was chosen, by name: learning rate, epochs, weights of the losses, ...
-        results: Figures at the end, by name, with numbers or texts: `loss`, `acceptance_length`, `hours`, ...; the card shows
-            those of the trainer in words.
-        environment: What it ran on, by name: versions, device, ...
-        figures: Names of image files beside the weights.
+        settings: Settings by name: learning rate, epochs, weights of the losses, ...
+        results: Final figures by name, numbers or text: `loss`, `acceptance_length`, `hours`, ...; the card describes those of
+        the trainer in words.
+        environment: Versions, device, ... by name.
+        figures: Names of image files in the folder of the weights.
     """
 
     command: str | None = None
@@ -51,7 +51,7 @@ class TrainingSummary:
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> TrainingSummary | None:
-        """Reads a folder's `training.json`; `None` when there is none. Fields of other versions are left out."""
+        """Reads a folder's `training.json`; `None` if there is none. Unknown fields are ignored."""
         file = Path(folder) / TRAINING_FILE
         if not file.is_file():
             return None

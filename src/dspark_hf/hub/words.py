@@ -1,4 +1,4 @@
-"""What the figures of a drafter mean, in words: for its card and for the last line of a training run."""
+"""Describes a drafter's results in words: for its card and for the last line of a training run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 # With fewer tokens per target pass than this, drafting is not expected to save time.
 HARDLY_ANY_GAIN = 1.15
 
-# The figures of a training run by the names that the trainer gives them.
+# Descriptions of the trainer's metrics.
 RESULTS = {
     "acceptance_length": "Tokens per target pass, sampled drafts",
     "greedy_acceptance_length": "Tokens per target pass, greedy drafts",
@@ -23,13 +23,13 @@ RESULTS = {
     "best_checkpoint": "Best checkpoint",
     "hours": "Hours of training",
 }
-# How long the evaluation took, which says nothing about the drafter.
+# Metrics about the run time of the evaluation, which say nothing about the drafter.
 _LEFT_OUT = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 _BY_POSITION = "acceptance_"
 
 
 def results_in_words(results: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a training run with names that say what they are; those of draft 1, 2, ... become one row."""
+    """The results of a training run with descriptive names; those of draft 1, 2, ... become one entry."""
     by_position = {
         int(name.removeprefix(_BY_POSITION)): value
         for name, value in results.items()
@@ -49,7 +49,7 @@ def results_in_words(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def gain_in_words(tokens_per_pass: float) -> str:
-    """What the tokens per target pass on held-out conversations promise."""
+    """A sentence about the expected gain, from the tokens per target pass on held-out conversations."""
     text = f"On the held-out conversations a target pass gives {tokens_per_pass:.2f} tokens; plain decoding gives 1.00."
     if tokens_per_pass < HARDLY_ANY_GAIN:
         return f"{text} This drafter is not expected to save time: it needs more training or more data."
@@ -58,13 +58,13 @@ def gain_in_words(tokens_per_pass: float) -> str:
 
 def speed_in_words(results: list[dict[str, Any]]) -> str | None:
     """
-    How fast decoding with the drafter was, by the results of `dspark-hf bench`.
+    A sentence about the speed of decoding with the drafter, from the results of `dspark-hf bench`.
 
     Args:
-        results: Entries for groups of prompts and methods; the last group holds all prompts.
+        results: One entry per group of prompts and method; the last group contains all prompts.
 
     Returns:
-        A sentence about the fastest setting of the drafter; `None` where it was not compared with plain `generate`.
+        The sentence, about the fastest setting of the drafter; `None` if it was not compared with plain `generate`.
     """
     last = results[-1]["group"] if results else None
     ours = [

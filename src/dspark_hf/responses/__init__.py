@@ -1,4 +1,4 @@
-"""The target's responses to prompts: what a drafter learns from."""
+"""Responses of the target to prompts: the training data of a drafter."""
 
 from .regeneration import Regenerator
 from .self_prompting import self_prompt

@@ -1,17 +1,16 @@
-"""Continuous batched decoding with a plain transformers model: many independent requests, as many tokens per second as fit.
+"""Continuous batched decoding with a transformers model, for many independent requests at high throughput.
 
-What makes it faster than batched `generate`:
+Why it is faster than batched `generate`:
 
-- a fixed number of rows; a finished request's row is given to the next one at once, so no pass runs half empty;
-- keys and values live in preallocated buffers and are written in place ([`RaggedCache`]), never concatenated, and neither
-  padding nor rows without a request go through the target's linear layers;
-- a token is drawn by inverting the cumulative distribution with ONE uniform number per token. A request's uniform numbers
-  come from its own seed, so its response does not depend on which other requests shared its passes (up to
-  floating-point rounding).
+- There is a fixed number of rows. The row of a finished request is given to the next one immediately, so passes stay full.
+- Keys and values are written into preallocated buffers ([`RaggedCache`]) and never concatenated. Padding and rows without a
+request do not go through the target's linear layers.
+- A token is drawn by inverting the cumulative distribution at one uniform number. The uniform numbers of a request come from
+its seed, so its response does not depend on which other requests share its passes (up to floating-point rounding).
 
-The life of a request: `run` takes it from its source when rows come free; its prompt but the last token is prefilled;
-every decoding pass feeds one token of each row and draws the next; at an end-of-sequence token or its limit it leaves as
-a `Completion`, and whoever iterates over `run` may `submit` a further request (the next turn of a conversation) in answer.
+The steps of a request: `run` takes it when a row becomes free; its prompt except for the last token is prefilled; every
+decoding pass runs over one token of each row and draws the next; at an end-of-sequence token or the limit, `run` yields a
+`Completion`. The caller may then `submit` another request, for instance the next turn of the conversation.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .token_sampling import Sampling, draw_uniforms, sample_tokens
 
 @dataclass
 class Response:
-    """A request that has a row, the response so far, and the uniform numbers of all its tokens."""
+    """A request that is being decoded, its response so far, and the uniform numbers for all its tokens."""
 
     request: Request
     uniforms: torch.Tensor | None
@@ -40,7 +39,7 @@ class Response:
 
     @property
     def current_id(self) -> int:
-        """The token to feed next."""
+        """The token to run through the target next."""
         return self.token_ids[-1] if self.token_ids else self.request.input_ids[-1]
 
     @property
@@ -53,14 +52,14 @@ class SlotDecoder:
     """Decodes submitted requests in a fixed number of rows.
 
     Args:
-        target: a decoder-only model that `unsupported_reason` has no objection to, in eval mode.
+        target: a decoder-only model for which `unsupported_reason` returns `None`, in eval mode.
         sampling: how tokens are drawn.
         eos_token_ids: tokens that end a response.
         slots: rows of a decoding pass.
-        refill_fraction: a prefill waits until this share of the rows is free, since prompts fed together cost much less
-            per token than single ones.
-        prefill_tokens: most tokens in one prefill pass, counting what pads its prompts to one length.
-        on_tokens: called after each decoding pass with the number of tokens it gave.
+        refill_fraction: a prefill waits until this share of the rows is free, because several prompts in one pass cost much
+        less per token than single ones.
+        prefill_tokens: most tokens in one prefill pass, including padding to the longest prompt.
+        on_tokens: called after each decoding pass with its number of new tokens.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class SlotDecoder:
         self.reset(slots)
 
     def submit(self, request: Request) -> None:
-        """Put a request before all that wait."""
+        """Adds a request in front of all waiting ones."""
         self.queue.appendleft(request)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Decode these and all submitted requests, yielding completions as they come.
+        """Decodes these and all submitted requests and yields their completions in the order they finish.
 
-        `requests` is read as rows come free, so it may be long and lazy.
+        `requests` is read only as rows become free, so it may be a long generator.
         """
         source = iter(requests)
         with self.feeder.attention_in_place():
@@ -114,7 +113,7 @@ class SlotDecoder:
         return sum(row is not None for row in self.rows)
 
     def shrink(self) -> None:
-        """With an empty queue, drop the free rows once they are half of all: attention costs time for them too."""
+        """If no request waits and half of the rows are free, removes these, because attention costs time for them too."""
         busy = [slot for slot, row in enumerate(self.rows) if row is not None]
         if self.queue or not busy or 2 * len(busy) > len(self.rows):
             return
@@ -124,7 +123,7 @@ class SlotDecoder:
     # -- prefill
 
     def refill(self) -> None:
-        """Give free rows to waiting requests and prefill their prompts."""
+        """Gives free rows to waiting requests and prefills their prompts."""
         if not self.queue:
             self.shrink()
             return
@@ -153,7 +152,7 @@ class SlotDecoder:
         self.cache.reserve(len(request.input_ids) + request.max_new_tokens)
 
     def prefill(self, group: list[tuple[int, list[int]]]) -> None:
-        """Write the keys and values of these (row, token ids)."""
+        """Computes the keys and values for these pairs of row and token ids."""
         prompts = dict(group)
         if any(prompts.values()):
             self.feed([prompts.get(slot, []) for slot in range(len(self.rows))], wants_logits=False)
@@ -161,7 +160,7 @@ class SlotDecoder:
     # -- decoding
 
     def step(self) -> Iterator[Completion]:
-        """One decoding pass over all rows that have a request, then the completions it made."""
+        """One decoding pass over all rows that have a request; yields the requests it completed."""
         active = [(slot, row) for slot, row in enumerate(self.rows) if row is not None]
         logits = self.feed([[] if row is None else [row.current_id] for row in self.rows])  # [n, V]
         assert logits is not None
@@ -179,7 +178,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def feed(self, token_ids: list[list[int]], wants_logits: bool = True) -> torch.Tensor | None:
-        """Feeds these tokens of each row and keeps them; their logits `[N, V]`, one row after the other."""
+        """Runs the target over these tokens of each row and keeps them; returns their logits `[N, V]`, ordered by row."""
         counts = [len(ids) for ids in token_ids]
         flat = torch.tensor([token_id for ids in token_ids for token_id in ids], device=self.device)
         logits = self.feeder.feed(flat, counts, wants_logits).logits
@@ -188,7 +187,7 @@ class SlotDecoder:
 
 
 def group_by_tokens(admitted: list[tuple[int, list[int]]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Split into groups of like length whose padded size stays within `max_tokens` (or of one member)."""
+    """Splits into groups of similar length whose padded size is at most `max_tokens` (or a single member)."""
     group: list[tuple[int, list[int]]] = []
     for member in sorted(admitted, key=lambda item: len(item[1])):
         if group and (len(group) + 1) * len(member[1]) > max_tokens:

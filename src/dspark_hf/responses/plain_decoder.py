@@ -1,4 +1,4 @@
-"""Responses by batched `generate`, where the fast decoder cannot serve a target."""
+"""Responses by batched `generate`, for targets that the fast decoder does not support."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .token_sampling import Sampling
 
 
 class PlainDecoder:
-    """Batched `generate`, for targets that `SlotDecoder` cannot serve. Same interface.
+    """Batched `generate` with the interface of `SlotDecoder`, for targets that it does not support.
 
-    A batch draws from torch's global generator, seeded with its first request's seed.
+    Each batch draws from torch's global random generator, seeded with the seed of its first request.
 
     Args:
         target, sampling, eos_token_ids, slots: As for `SlotDecoder`.
-        on_tokens: Called after each pass with the number of tokens it gave.
+        on_tokens: Called after each pass with its number of new tokens.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PlainDecoder:
 
 
 class _TokenCounter(StoppingCriteria):
-    """Reports the tokens of every pass, those of rows that ended before not counted; never stops anything."""
+    """Reports the number of new tokens of every pass, without rows that have ended. It never stops generation."""
 
     def __init__(self, prompt_length: int, eos_token_ids: list[int], on_tokens: Callable[[int], None]) -> None:
         self.prompt_length = prompt_length

@@ -1,4 +1,4 @@
-"""How far a run of responses is."""
+"""The progress bar of generating responses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ResponseBar:
     A progress bar over prompts that also counts tokens, so that it moves before the first prompt is finished.
 
     Args:
-        total: Prompts in all.
-        done: Prompts that were answered before.
-        shown: Whether there is a bar at all.
+        total: Number of prompts.
+        done: Prompts that were answered by an earlier run.
+        shown: Whether to show the bar.
     """
 
     def __init__(self, total: int | None, done: int, shown: bool = True) -> None:
@@ -29,12 +29,12 @@ class ResponseBar:
 
     @property
     def text(self) -> str:
-        """Tokens so far, and how many per second."""
+        """Tokens so far and tokens per second."""
         per_second = self.num_tokens / max(time.perf_counter() - self.start_s, 1e-9)
         return f"{self.num_tokens:,} tokens, {per_second:.0f} tokens/s"
 
     def add_tokens(self, count: int) -> None:
-        """New tokens of any prompts; from any thread."""
+        """Counts new tokens; can be called from any thread."""
         with self._lock:
             self.num_tokens += count
             if time.perf_counter() - self.shown_s < self.interval_s:
@@ -43,7 +43,7 @@ class ResponseBar:
         self.bar.set_postfix_str(self.text)
 
     def add_prompt(self) -> None:
-        """One more prompt is finished."""
+        """Counts a finished prompt."""
         self.bar.update(1)
 
     def __enter__(self) -> ResponseBar:

@@ -1,13 +1,13 @@
-"""Responses by the target itself: the text a drafter learns from.
+"""Generates responses with the target: the text a drafter learns from.
 
 `Regenerator` answers prompts (JSON lines or a `datasets` data set) and appends one JSON line per response:
 
     id        index of the prompt in its source
-    source    copied where the prompt names one
+    source    copied from the prompt, if it has one
     prompt    or `messages`: what came before the response
-    response  the target's text, special tokens left out
-    finished  False where the limit cut the response, which then has no end-of-sequence token
-    response_ids  the tokens as drawn, which the text may not give back; earlier turns' stand in their messages
+    response  the target's text without special tokens
+    finished  False if the limit cut the response, which then has no end-of-sequence token
+    response_ids  the tokens as drawn, which tokenizing the text may not reproduce; those of earlier turns are in `messages`
 
 An interrupted run resumes where it stopped: prompts whose id is in the file are not answered again.
 
@@ -37,7 +37,7 @@ from .writer import ResponseWriter
 logger = logging.getLogger(__name__)
 
 WINDOW_SLOTS = 8  # prompts are sorted by length within windows of this many times the slots
-# What `generate` can do to the logits and the fast path does not; the value that switches each off.
+# Settings of `generate` that the fast decoder does not support, each with the value that switches it off.
 OTHER_PROCESSORS = {
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
@@ -58,10 +58,10 @@ OTHER_PROCESSORS = {
 
 
 class Regenerator(ResponseWriter):
-    """Answers prompts with the target's own responses.
+    """Answers prompts with the target.
 
     Args:
-        target: the model, in the dtype and on the device it is to run in.
+        target: the target model, in the dtype and on the device to use.
         tokenizer: its tokenizer. Without a chat template, prompts are continued as plain text, and a warning says so.
         settings: how responses are made.
 
@@ -110,7 +110,7 @@ class Regenerator(ResponseWriter):
                 yield conversation.output_row()
 
     def check_template(self, conversations: list[Conversation]) -> None:
-        """Warns where there is no chat template, and refuses conversations that only one could write."""
+        """Warns if there is no chat template, and then refuses conversations of several messages."""
         if has_template(self.tokenizer, "each prompt is continued as plain text, with nothing before or after it"):
             return
         for conversation in conversations:
@@ -130,7 +130,7 @@ class Regenerator(ResponseWriter):
         )
 
     def request(self, conversation: Conversation) -> Request | None:
-        """The next response's request; None, with a warning, where there can be none."""
+        """The request for the next response; None, with a warning, if the prompt cannot be answered."""
         try:
             input_ids = self.encode(conversation.messages)
             room = self.room(len(input_ids))
@@ -141,7 +141,7 @@ class Regenerator(ResponseWriter):
         return Request(conversation.id, input_ids, room, seed)
 
     def room(self, num_tokens: int) -> int:
-        """Tokens that a response may have behind a prompt of `num_tokens`."""
+        """The most tokens of a response after a prompt of `num_tokens`."""
         if self.max_length is None:
             return self.max_new_tokens
         if num_tokens >= self.max_length:
@@ -149,10 +149,10 @@ class Regenerator(ResponseWriter):
         return min(self.max_new_tokens, self.max_length - num_tokens)
 
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the target's next response begins."""
+        """Token ids of a conversation up to the start of the next response."""
         try:
             text = self.render(messages)
-            text.encode()  # The tokenizer's message for half a surrogate pair is less clear.
+            text.encode()  # Raises a clearer error than the tokenizer if the text contains half a surrogate pair.
             return opening_tokens(self.tokenizer, text)
         except (TemplateError, ValueError, TypeError) as error:
             raise Unanswerable(f"the chat template or the tokenizer refuses it ({error})") from error
@@ -169,7 +169,7 @@ class Regenerator(ResponseWriter):
     def decoder(
         self, max_length: int, on_tokens: Callable[[int], None] = lambda count: None
     ) -> SlotDecoder | PlainDecoder:
-        """A decoder for rows of up to `max_length` tokens: the fast one or, where it cannot serve, the plain one."""
+        """A decoder for rows of up to `max_length` tokens: the fast one, or the plain one for targets it does not support."""
         how = self.sampling, self.eos_token_ids, self.settings.slots
         reason = unsupported_reason(self.target, max_length)
         others = other_processors(self.target.generation_config)
@@ -192,7 +192,7 @@ class Regenerator(ResponseWriter):
         return longest if self.max_length is None else min(longest, self.max_length)
 
     def longest(self, conversation: Conversation) -> int:
-        """Tokens of a whole conversation if every response runs to its limit; of the turns that can be asked."""
+        """Upper bound on the tokens of the longest conversation: every response at its limit."""
         messages, length = list(conversation.messages), 0
         try:
             for number, turn in enumerate([*conversation.turns, ""], start=1):
@@ -204,7 +204,7 @@ class Regenerator(ResponseWriter):
 
 
 def by_length(requests: Iterable[Request], window: int) -> Iterator[Request]:
-    """Sort by prompt length within windows, up and down in turn, so rows that share a pass are of like length."""
+    """Sorts by prompt length within windows, alternately up and down, so that rows that share a pass have similar lengths."""
     source, descending = iter(requests), False
     while chunk := list(islice(source, window)):
         yield from sorted(chunk, key=lambda request: len(request.input_ids), reverse=descending)
@@ -212,6 +212,6 @@ def by_length(requests: Iterable[Request], window: int) -> Iterator[Request]:
 
 
 def other_processors(generation_config: Any) -> list[str]:
-    """Names of what the generation config switches on and the fast path cannot do."""
+    """Names of settings in the generation config that the fast decoder does not support."""
     values = {name: getattr(generation_config, name, None) for name in OTHER_PROCESSORS}
     return [name for name, found in values.items() if found is not None and found != OTHER_PROCESSORS[name]]

@@ -1,4 +1,4 @@
-"""A prompt to continue, and what came of it."""
+"""A request, which is a prompt to continue, and its completion."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Request:
-    """One prompt to continue.
+    """A prompt to continue.
 
     Args:
-        key: the caller's name for it, handed back with the completion.
+        key: the caller's name for it, returned with the completion.
         input_ids: the prompt's token ids, at least one.
         max_new_tokens: the limit of the response.
         seed: seeds this request's uniform numbers.
@@ -24,12 +24,12 @@ class Request:
 
 @dataclass
 class Completion:
-    """A request's response.
+    """The response to a request.
 
     Args:
         key: the request's.
         token_ids: the new tokens, without the end-of-sequence token.
-        end_id: the end-of-sequence token that ended it; None where the limit cut it.
+        end_id: the end-of-sequence token that ended it; None if the limit cut it.
     """
 
     key: int
@@ -42,5 +42,5 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the target produced, the end-of-sequence token counted."""
+        """Generated tokens, including the end-of-sequence token."""
         return len(self.token_ids) + self.finished

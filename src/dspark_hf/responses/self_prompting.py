@@ -1,4 +1,4 @@
-"""Prompts by the target itself, for those who have none."""
+"""Lets the target write prompts, for training without a prompt data set."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ def self_prompt(
     min_chars: int = 12,
     progress: bool = True,
 ) -> int:
-    """Let an instruct target write prompts: it gets the chat template up to the start of a user turn, and continues it.
+    """Lets an instruct target write prompts: it continues the chat template from the start of a user turn.
 
     From "Magpie: Alignment Data Synthesis from Scratch by Prompting Aligned LLMs with Nothing" (arXiv 2406.08464).
-    A text is kept if it ended by itself, has at least `min_chars` characters and differs from all earlier ones by more
-    than case and spaces. Each round draws as many candidates as are still missing and waits for all of them: taking the
-    first ones to finish would favour short prompts. A resumed run repeats the same rounds. It draws only the candidates
-    that are not in the file: those that were unfinished when it stopped, and those that were rejected, which come out
-    the same because their seeds are the same.
+    A text is kept if it ended with an end-of-turn token, has at least `min_chars` characters, and differs from all earlier
+    ones by more than case and spaces. Each round draws as many candidates as are still missing and waits for all of them,
+    because taking the first ones to finish would favour short prompts. A resumed run repeats the same rounds, but only draws
+    candidates that are not in the file: those that were unfinished when it stopped, and rejected ones, which are the same
+    again because their seeds are.
 
     Args:
-        num_prompts: rows that `output` holds in the end; an interrupted run resumes.
+        num_prompts: rows in `output` at the end; an interrupted run resumes.
         output: JSON lines with `id` (the candidate's number, which also seeds it), `source` ("self") and `prompt`.
         settings: sampling; by default temperature 1.0, all tokens, at most 256 of them.
-        system_prompt: steers what the user asks about; None leaves it to the template.
+        system_prompt: influences what the prompts are about; None leaves it to the template.
 
     Returns:
-        `int`: how many rows were added, fewer than lacking only where candidates stop being of use (with a warning).
+        `int`: how many rows were added. If no more usable candidates come, there are fewer than asked for, with a warning.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or it does not show where the user's turn stands.
+        ValueError: the tokenizer has no chat template, or it does not show where the user's turn begins.
     """
     settings = settings or prompt_settings()
     writer = Regenerator(target, tokenizer, settings)
@@ -77,7 +77,7 @@ def self_prompt(
                 useless_rounds = 0 if kept_ids.intersection(ids) else useless_rounds + 1
     if len(kept_ids) < num_prompts:
         logger.warning(
-            "Only %d of %d prompts: the last candidates were all cut, too short or known. "
+            "Only %d of %d prompts: the last candidates were all cut, too short or repeated. "
             "Raise the temperature or max_new_tokens, or vary the system prompt.",
             len(kept_ids),
             num_prompts,
@@ -86,7 +86,7 @@ def self_prompt(
 
 
 def prompt_settings(seed: int = 0, slots: int = 128) -> RegenerationSettings:
-    """How prompts are drawn by default: from the whole distribution, so that they differ."""
+    """The default settings for prompts: sampling from the full distribution, so that they differ."""
     return RegenerationSettings(max_new_tokens=256, temperature=1.0, top_k=0, top_p=1.0, seed=seed, slots=slots)
 
 
@@ -105,7 +105,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> 
     end_ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
     if not found or not prefix or not end_ids:
         raise ValueError(
-            "The chat template does not put text before and after the user's turn, so it shows no place to write."
+            "The chat template does not put text before and after the user's turn, so the target cannot be led to write one."
         )
     return tokenizer(prefix, add_special_tokens=False)["input_ids"], end_ids[0]
 

@@ -1,11 +1,13 @@
-"""Responses from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) that runs the target: many at once, over HTTP.
+"""Responses from an OpenAI-compatible server (vLLM, SGLang, llama.cpp, ...) that runs the target, several requests at a time.
 
-Only the standard library is used. What a server does with a field it does not know is its own affair; `top_k` and the
-thinking switch go by the names that vLLM and SGLang read.
+It uses urllib and not httpx, because huggingface-hub brings httpx only in version 1 (httpx2 in version 2), and a POST with a
+timeout does not justify another dependency. `top_k` and the thinking switch have the names that vLLM and SGLang read. Other
+servers may ignore or refuse these fields.
 
-A server may fail in three ways. It refuses one prompt (too long, say): that one is left out. It refuses all of them (a
-wrong key, name or address): the run ends at once. It is away or busy: the request is sent again, after a while that
-grows, and longer where the server says so; busy servers are waited for longer than those that do not answer.
+A request may fail in three ways. If the server refuses this prompt (for instance because it is too long), it is skipped. If the
+server refuses every request (a wrong key, name or address), the run ends. If the server is away or busy, the request is sent
+again after increasing waits, or after the time that the server asks for; a busy server is waited for longer than one that does
+not answer.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ BUSY = (429, 503)
 
 
 class Unavailable(ConnectionError):
-    """The server is away or busy, so that the same request may be answered later; `after_s` is when it asked for it."""
+    """The server is away or busy, so the same request may be answered later, not before `after_s` seconds."""
 
     def __init__(self, reason: object, busy: bool = False, after_s: float = 0.0) -> None:
         super().__init__(str(reason))
@@ -50,13 +52,13 @@ class ServerRegenerator(ResponseWriter):
     Args:
         url: the server's address, with or without `/v1`.
         model: the name the server knows the target by.
-        settings: how responses are made. Sampling fields left None are not sent, so the server's own defaults hold;
-            `slots` is the number of requests under way at once. Servers return text, so there are no token ids.
-        api_key: sent as a bearer token where given.
-        timeout_s: how long one response may take.
+        settings: settings of generation. Sampling fields that are None are not sent, so the server's defaults apply;
+        `slots` is the number of simultaneous requests. Servers return text, so there are no token ids.
+        api_key: sent as a bearer token, if given.
+        timeout_s: the longest time for one response.
 
     Raises:
-        ValueError: the address does not say http or https.
+        ValueError: the address does not start with http:// or https://.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class ServerRegenerator(ResponseWriter):
         if api_key is not None:
             self.headers["Authorization"] = f"Bearer {api_key}"
         self.timeout_s = timeout_s
-        self.stopped = threading.Event()  # set once nobody waits for responses any more
+        self.stopped = threading.Event()  # set when the run ends, so that waiting requests give up
 
     def origin(self) -> dict[str, Any]:
         return {"target": self.model, "seed": self.settings.seed, **self.fields()}
@@ -94,7 +96,7 @@ class ServerRegenerator(ResponseWriter):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def converse(self, conversation: Conversation, on_tokens: Callable[[int], None]) -> dict[str, Any] | None:
-        """All turns of one conversation: its output row, or None where the server refused the first of them."""
+        """Asks all turns of a conversation and returns its output row, or None if the server refused the first turn."""
         while True:
             try:
                 response, finished, count = self.complete(conversation)
@@ -108,7 +110,7 @@ class ServerRegenerator(ResponseWriter):
         return conversation.output_row() if conversation.num_responses else None
 
     def complete(self, conversation: Conversation) -> tuple[str, bool, int]:
-        """One response: text, whether it ended by itself, number of tokens."""
+        """One response: its text, whether it ended with an end-of-sequence token, and its number of tokens."""
         seed = request_seed(self.settings.seed, conversation.id, conversation.num_responses) % 2**31
         messages = without_ids(conversation.messages)
         reply = self.post(
@@ -118,7 +120,7 @@ class ServerRegenerator(ResponseWriter):
         message = choice["message"]
         if message.get("reasoning_content") or message.get("reasoning"):
             raise ValueError(
-                f"{self.url} returns the target's thoughts apart from its answer, so what the target wrote is not known "
+                f"{self.url} returns the target's thoughts separately from its answer, so what the target wrote is not known "
                 "token by token. Start the server without a reasoning parser (llama.cpp: --reasoning-format none), so that "
                 "the thoughts stay in the text, or turn thinking off (--no-thinking)."
             )
@@ -126,7 +128,7 @@ class ServerRegenerator(ResponseWriter):
         return message.get("content") or "", choice.get("finish_reason") == "stop", count
 
     def fields(self) -> dict[str, Any]:
-        """The request's fields that follow from the settings."""
+        """The fields of a request that depend on the settings."""
         settings = self.settings
         fields: dict[str, Any] = {
             "max_tokens": settings.max_new_tokens or DEFAULT_MAX_NEW_TOKENS,
@@ -139,7 +141,7 @@ class ServerRegenerator(ResponseWriter):
         return {name: value for name, value in fields.items() if value is not None}
 
     def post(self, body: bytes) -> dict[str, Any]:
-        """Send, and send again while the server is busy or away.
+        """Sends a request, again if the server is busy or away.
 
         Raises:
             Unanswerable: the server refuses this request.
@@ -153,7 +155,7 @@ class ServerRegenerator(ResponseWriter):
             except Unavailable as reason:
                 waits_s = BUSY_WAITS_S if reason.busy else AWAY_WAITS_S
                 tries += 1
-                # `wait` is True where the run ends meanwhile.
+                # `wait` returns True if the run has ended meanwhile.
                 if tries > len(waits_s) or self.stopped.wait(max(waits_s[tries - 1], reason.after_s)):
                     raise ConnectionError(
                         f"No answer from {self.url} after {tries} tries ({reason}). Start the server, or check the "
@@ -161,7 +163,7 @@ class ServerRegenerator(ResponseWriter):
                     ) from reason
 
     def send(self, body: bytes) -> dict[str, Any]:
-        """Send once; errors as in `post`, and `Unavailable` where another try may help."""
+        """Sends a request once; errors as in `post`, and `Unavailable` if another try may help."""
         request = urllib.request.Request(self.url, body, self.headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
@@ -171,14 +173,14 @@ class ServerRegenerator(ResponseWriter):
         except (OSError, HTTPException) as error:  # refused, reset, timed out, no such host; broken off
             raise Unavailable(f"{type(error).__name__}: {error}") from error
         except ValueError as error:
-            raise Unavailable(f"its reply is not JSON: {error}") from error
+            raise Unavailable(f"its reply is not valid JSON: {error}") from error
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not choices or "message" not in choices[0]:
             raise Unavailable(f"its reply has no message in 'choices': {json.dumps(answer)[:300]}")
         return answer
 
     def refuse(self, error: urllib.error.HTTPError) -> NoReturn:
-        """Raise what an HTTP error means."""
+        """Raises the exception for an HTTP error."""
         reason = explain(error)
         if error.code in REFUSES_PROMPT:
             raise Unanswerable(f"the server refused it ({reason})") from error
@@ -199,7 +201,7 @@ def explain(error: urllib.error.HTTPError) -> str:
 
 
 def retry_after_s(header: str | None) -> float:
-    """Seconds from now of a `Retry-After`, which holds seconds or a date (RFC 9110, 10.2.3); 0 where it says neither."""
+    """Seconds to wait according to a `Retry-After` header with seconds or a date (RFC 9110, 10.2.3); 0 for anything else."""
     if header is None:
         return 0.0
     if header.strip().isdecimal():

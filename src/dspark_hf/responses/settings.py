@@ -1,4 +1,4 @@
-"""How responses are made, and what that means for a target."""
+"""The settings of generating responses, and their defaults from the target's generation config."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ DEFAULT_MAX_NEW_TOKENS = 512
 
 @dataclass
 class RegenerationSettings:
-    """How responses are made. A sampling field left None takes the target's generation config, then `generate`'s default.
+    """Settings of generation. Sampling fields that are None come from the target's generation config, or `generate`'s defaults.
 
     Args:
-        max_new_tokens: limit of a response; 512 where neither this nor the generation config says.
+        max_new_tokens: limit of a response; 512 if neither this nor the generation config sets it.
         do_sample: False for greedy. A given positive temperature implies True, a temperature of 0 implies False.
         temperature: divides the logits.
-        top_k: keep this many tokens; 0 keeps all. `generate`'s own default is 50.
+        top_k: keep this many tokens; 0 keeps all. `generate`'s default is 50.
         top_p: keep the most likely tokens that together reach this probability; 1.0 keeps all.
         enable_thinking: the chat template's thinking switch; None leaves it to the template.
-        seed: every prompt's random numbers follow from this and its id.
+        seed: together with a prompt's id, it determines the random numbers for that prompt.
         slots: rows of a decoding pass.
-        save_token_ids: write `response_ids`, the tokens as drawn (end-of-sequence token included), which are what
-            training then uses. Tokenizing a response's text may give others, or lack special tokens inside it.
+        save_token_ids: write `response_ids`, the tokens as drawn (including the end-of-sequence token), which training then
+        uses. Tokenizing the text of a response may give other tokens, and special tokens inside it would be missing.
     """
 
     max_new_tokens: int | None = None
@@ -57,7 +57,7 @@ def first_set(*values: Any) -> Any:
 
 
 def resolve_sampling(settings: RegenerationSettings, generation_config: Any) -> Sampling:
-    """The settings' own values, then the generation config's, then `generate`'s defaults."""
+    """The value of each setting: as given, else from the generation config, else `generate`'s default."""
     implied = None if settings.temperature is None else settings.temperature > 0
     if not first_set(settings.do_sample, implied, generation_config.do_sample, False):
         return Sampling(do_sample=False)
@@ -71,11 +71,11 @@ def resolve_sampling(settings: RegenerationSettings, generation_config: Any) -> 
 
 def origin_of(settings: RegenerationSettings, target: str, dtype: str, generation_config: Any) -> dict[str, Any]:
     """
-    What the responses of a target depend on, as it is noted beside them.
+    What the responses depend on, for the note next to the file of responses.
 
     Args:
-        target, dtype: The target's name and its number type, `"bfloat16"`.
-        generation_config: The target's.
+        target, dtype: The target's name and its dtype, such as `"bfloat16"`.
+        generation_config: The target's generation config.
     """
     return {
         "target": target,
@@ -89,12 +89,12 @@ def origin_of(settings: RegenerationSettings, target: str, dtype: str, generatio
 
 def origin_before_loading(settings: RegenerationSettings, target: str, dtype: str = "auto") -> dict[str, Any]:
     """
-    As much of [`origin_of`] as the target's small files say, so that a wrong setting is found before its weights are
-    loaded. Empty where they cannot be read: loading says why.
+    The part of [`origin_of`] that the target's small files tell, so that other settings are found before its weights are
+    loaded. Empty if the files cannot be read: loading the target then gives the error.
 
     Args:
         target: A folder, or a name on the Hub.
-        dtype: The number type to load the target in; `"auto"` for that of the checkpoint.
+        dtype: The dtype to load the target in; `"auto"` for that of the checkpoint.
     """
     try:
         config = AutoConfig.from_pretrained(target)

@@ -1,4 +1,4 @@
-"""Drawing tokens from a target's logits, each with one uniform number."""
+"""Draws tokens from a target's logits, with one uniform number per token."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Sampling:
 
 
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """One token for each row.
+    """Draws one token for each row.
 
     Args:
         logits: `[B, V]`, any float dtype.
-        uniforms: `[B]` float32 in [0, 1), one number for each row; not read for greedy decoding.
+        uniforms: `[B]` float32 in [0, 1), one number for each row; not used for greedy decoding.
 
     Returns:
         token ids `[B]`.
@@ -59,16 +59,16 @@ def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampli
 
 
 def keep_top_p(logits: torch.Tensor, top_p: float, first_try: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask all but the most likely tokens that together reach `top_p`.
+    """Masks all but the most likely tokens that together reach `top_p`.
 
-    Sorting a whole vocabulary is slow and rarely needed: the `first_try` most likely tokens are sorted, and all of them
-    only where some row needs more.
+    Sorting a whole vocabulary is slow and rarely needed: only the `first_try` most likely tokens are sorted, and all of them
+    if some row needs more.
 
     Args:
         logits: `[B, V]`.
 
     Returns:
-        logits `[B, K]`, most likely first and -inf where dropped, and the ids `[B, K]` of these tokens.
+        logits `[B, K]`, most likely first and -inf for dropped tokens, and the ids `[B, K]` of these tokens.
     """
     total = logits.logsumexp(-1, keepdim=True)  # [B, 1]
     size = min(first_try, logits.shape[-1])
@@ -85,12 +85,12 @@ def keep_top_p(logits: torch.Tensor, top_p: float, first_try: int = 512) -> tupl
 
 
 def invert_cumulative(weights: torch.Tensor, uniforms: torch.Tensor, block: int = 256) -> torch.Tensor:
-    """Draw an index for each row with probability proportional to `weights`: first a block of indices, then one in it.
+    """Draws an index for each row with probability proportional to `weights`: first a block of indices, then an index in it.
 
     The cumulative sum then runs over `V / block` numbers instead of `V`, which is faster and loses less precision.
 
     Args:
-        weights: `[B, V]` float32, not negative, positive sum.
+        weights: `[B, V]` float32, not negative, with a positive sum.
         uniforms: `[B]` in [0, 1).
 
     Returns:
@@ -109,9 +109,9 @@ def invert_cumulative(weights: torch.Tensor, uniforms: torch.Tensor, block: int 
 
 
 def pick(weights: torch.Tensor, threshold: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index whose cumulative weight exceeds `threshold`, and what is left of the threshold there.
+    """The first index whose cumulative weight exceeds `threshold`, and the rest of the threshold within that index.
 
-    Rounding can push the threshold to the total or beyond it; the last index of positive weight is taken then.
+    Because of rounding, the threshold can be as large as the total or larger. Then it is the last index of positive weight.
 
     Args:
         weights: `[B, N]`; threshold: `[B, 1]`.

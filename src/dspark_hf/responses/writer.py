@@ -1,4 +1,4 @@
-"""Prompts are answered into a file that an interrupted run resumes, whatever it is that answers them."""
+"""Writes responses to a file that an interrupted run resumes; the base of both ways of answering prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResponseWriter(ABC):
-    """Answers prompts into a resumable file; what answers them is left to the subclasses."""
+    """Writes responses to prompts into a resumable file; subclasses say how prompts are answered."""
 
     def run(
         self,
@@ -27,11 +27,11 @@ class ResponseWriter(ABC):
         max_prompts: int | None = None,
         progress: bool = True,
     ) -> int:
-        """Answer the prompts that `output` lacks, appending to it.
+        """Answers the prompts that are not answered in `output` yet, and appends the responses.
 
         Args:
-            prompts: rows as `read_prompts` gives them; a row's index is its id.
-            output: JSON-lines file, resumed where it exists.
+            prompts: rows from `read_prompts`; a row's index is its id.
+            output: JSON-lines file, resumed if it exists.
             start: index of the first prompt to answer.
             max_prompts: at most this many from there.
             progress: show a progress bar.
@@ -41,7 +41,7 @@ class ResponseWriter(ABC):
 
         Raises:
             ValueError: there is no prompt to answer, or none could be answered; a prompt has none of the known fields; or
-                `output` holds rows of other prompts or settings, is something else, or is being written by another process.
+            `output` has rows for other prompts or settings, is a different kind of file, or is being written by another process.
         """
         chosen = chosen_prompts(prompts, start, max_prompts)
         check_output(output, chosen, self.origin())
@@ -60,19 +60,19 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def origin(self) -> dict[str, Any]:
-        """What the rows depend on, for the note beside the output."""
+        """What the rows depend on, for the note next to the output."""
 
     @abstractmethod
     def answer(
         self, conversations: list[Conversation], on_tokens: Callable[[int], None]
     ) -> Iterator[dict[str, Any] | None]:
-        """Run conversations to their end, in the order they finish.
+        """Completes conversations and yields them in the order they finish.
 
         Args:
-            on_tokens: to be called with the number of new tokens, as soon as they are known; from any thread.
+            on_tokens: must be called with the number of new tokens, from any thread.
 
         Yields:
-            the output row of each conversation; None where it could not be answered.
+            the output row of each conversation; None if it could not be answered.
         """
 
 
@@ -94,23 +94,23 @@ def chosen_prompts(
 
 def check_output(output: str | Path, prompts: dict[int, dict[str, Any]], origin: dict[str, Any]) -> None:
     """
-    Refuses an output whose rows were made with other settings or from other prompts. Nothing is changed, so this can be
-    asked before a target is loaded.
+    Refuses an output whose rows were made with other settings or from other prompts. It changes nothing, so it can be called
+    before a target is loaded.
 
     Args:
         output: As for `run`.
-        prompts: As [`chosen_prompts`] gives them.
-        origin: What new rows would depend on, or the part of it that is known.
+        prompts: From [`chosen_prompts`].
+        origin: What new rows would depend on, or the part of it that is known already.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: when there are differences; the message lists them.
     """
     check_origin(output, origin)
     check_same_prompts(written_lines(output), prompts, output)
 
 
 def _append(lines: ResumableLines, row: dict[str, Any]) -> bool:
-    """Writes a row; False, with a warning, where its text is not valid Unicode."""
+    """Writes a row; False, with a warning, if its text is not valid Unicode."""
     try:
         lines.append(row)
     except UnicodeEncodeError as error:

@@ -1,1 +1,1 @@
-"""Files that survive an interruption: one writer at a time, whole lines, whole files."""
+"""Writing files safely: completely or not at all, by one process at a time, resumable after an interruption."""

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all.
+"""Files that are written completely or not at all.
 
-Everything this library writes goes to a place beside its destination first, and is moved there once it is complete and
-on the disk. A full disk, an error or an interruption therefore leaves what was there before, or nothing.
+Everything this library writes goes to a temporary file or folder next to its destination first, and is moved there once it
+is complete and on the disk. After a full disk, an error or an interruption, the destination is unchanged.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 
 _SYSTEM_ERROR = re.compile(r"I/O error: (.+) \(os error \d+\)")
 
-PARTIAL = ".partial"  # Ends the names of what is still being written.
+PARTIAL = ".partial"  # The suffix of files that are still being written.
 
 
 class WriteError(OSError):
     """
-    A file could not be written.
+    Raised when a file could not be written.
 
     Args:
         path: The file, or the folder of several files.
@@ -48,8 +48,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
-    A path beside `path` to write to; the file written there takes the place of `path` when the block ends without an
-    error. A link is followed, and a device such as `/dev/stdout` is written to directly.
+    Gives a temporary path to write to. The file written there replaces `path` when the block ends without an error. Links are
+    followed, and a device such as `/dev/stdout` is written to directly.
 
     Args:
         path: The destination. Its folder has to exist.
@@ -58,7 +58,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         WriteError: when it cannot be written. What was there before is unchanged.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():  # A folder fails where it is opened.
+    if path.exists() and not path.is_file():  # A device. A folder fails when it is opened.
         with clear_errors(path):
             yield path
         return
@@ -80,15 +80,15 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 @contextmanager
 def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
-    A folder inside `folder` to write several files to that belong together; they are moved to `folder` when the block
+    Gives a temporary folder inside `folder`, for several files that belong together. They are moved to `folder` when the block
     ends without an error, `config.json` last. Other files in `folder` stay.
 
     Args:
-        folder: The destination, made where it is missing.
+        folder: The destination, created if it does not exist.
 
     Raises:
-        WriteError: when they cannot be written. What was there before is unchanged, and a folder that was not there is not
-            left behind.
+        WriteError: when they cannot be written. What was there before is unchanged, and a folder that did not exist is not
+        left behind.
     """
     folder = Path(folder)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -96,7 +96,7 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         with clear_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(part, ignore_errors=True)  # What a run that was killed has left.
+            shutil.rmtree(part, ignore_errors=True)  # A run that was killed may have left one.
             part.mkdir()
             yield part
             _move(part, folder)
@@ -110,7 +110,7 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def clear_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns the errors of writing `path` into a [`WriteError`]."""
+    """Turns errors of writing `path` into a [`WriteError`]."""
     try:
         yield
     except Exception as error:
@@ -120,24 +120,24 @@ def clear_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_write_error(error: Exception) -> bool:
-    """Whether writing a file failed: Python's own error, safetensors', or that of `torch.save`."""
+    """Whether an error means that writing a file failed: Python's error, safetensors', or that of `torch.save`."""
     return isinstance(error, (OSError, SafetensorError)) or _is_of_torch_save(error)
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, without number and file."""
+    """The reason in an error message, without error number and file name."""
     if isinstance(error, WriteError):
         return error.reason
     if _is_of_torch_save(error):
-        return "PyTorch could not write a file to its end; the disk may be full"
+        return "PyTorch could not write the whole file; the disk may be full"
     said = str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
-    if of_system := _SYSTEM_ERROR.search(said):  # How safetensors passes on what the system said.
+    if of_system := _SYSTEM_ERROR.search(said):  # safetensors includes the operating system's message in its own.
         said = of_system[1]
     return said.rstrip(".")
 
 
 def _is_of_torch_save(error: Exception) -> bool:
-    # It says where it stopped, and not why.
+    # Its message contains a position in the file, but no reason.
     return isinstance(error, RuntimeError) and any(
         text in str(error) for text in ("inline_container", "iostream error")
     )
@@ -156,7 +156,7 @@ def _move(part: Path, folder: Path) -> None:
 
 
 def _synchronize(file: Path) -> None:
-    """Waits until a file is on the disk, which is where some file systems say that they are full."""
+    """Waits until a file is on the disk. Some file systems only report then that they are full."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,21 +18,21 @@ class ResumableLines:
     A file of JSON lines for one process at a time. A line is on the disk before `append` returns, and a run that is
     killed at any point loses at most the line it was writing.
 
-    What the lines depend on is noted in `<name>.origin.json` beside the file, so that the file itself holds rows alone.
-    Only a file with such a note is appended to. A last line that was not written to its end is removed first. A file in
-    which nothing was written is removed at the end.
+    What the lines depend on is written to `<name>.origin.json` in the same folder, so that the file contains rows only. An
+    existing file is only continued if it has such a note. An incomplete last line is removed first. If no line was written,
+    the file is removed at the end.
 
     Args:
-        path: The file, created with its folder where it is missing.
-        origin: What the lines depend on, such as the target and the settings. Values that JSON can hold.
-        kinds: Every line is an object with one of these fields.
+        path: The file; it and its folder are created if necessary.
+        origin: What the lines depend on, such as the target and the settings, as JSON values.
+        kinds: Every line is an object that has one of these fields.
 
     Attributes:
         written: The lines that were in the file, oldest first.
 
     Raises:
-        ValueError: when the file was not written by this library, holds lines of another origin, is damaged before its
-            last line, or is being written by another process.
+        ValueError: when the file was not written by this library, contains lines with another origin, is damaged before its
+        last line, or is being written by another process.
     """
 
     def __init__(self, path: str | Path, origin: dict[str, Any], kinds: Collection[str] = ("id",)) -> None:
@@ -60,7 +60,7 @@ class ResumableLines:
 
         Raises:
             ValueError: when a text in it is not valid Unicode (half a surrogate pair).
-            OSError: when it could not be written, because the disk is full, say. The lines before it are kept.
+            OSError: when it could not be written, for instance because the disk is full. The lines before it are kept.
         """
         content = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         try:
@@ -84,7 +84,7 @@ class ResumableLines:
         self.lock.release()
 
     def _remove(self) -> None:
-        """Removes a file in which nothing was written, and what is beside it."""
+        """Removes a file without lines, with its note and lock."""
         for file in (self.path, _note_of(self.path), Path(self.lock.lock_file)):
             file.unlink(missing_ok=True)
 
@@ -97,16 +97,15 @@ class ResumableLines:
 
 def check_origin(path: str | Path, origin: dict[str, Any], whole: bool = False) -> None:
     """
-    Refuses to add lines to a file whose lines have another origin. Nothing is changed, so this can be asked before
-    anything slow is loaded.
+    Refuses a file whose lines have another origin. It changes nothing, so it can be called before a model is loaded.
 
     Args:
-        path: The file; one that does not exist or holds nothing is accepted.
-        origin: What the new lines depend on, or the part of it that is known by now.
-        whole: Whether `origin` is everything the lines depend on, so that other names in the note differ as well.
+        path: The file; one that does not exist or is empty is accepted.
+        origin: What the new lines depend on, or the part of it that is known already.
+        whole: Whether `origin` is complete, so that further names in the note count as differences.
 
     Raises:
-        ValueError: when the file has no note of its origin, or naming every value that differs.
+        ValueError: when the file has no note of its origin, or values differ; the message lists them.
     """
     path = Path(path)
     _check_noted(path)
@@ -127,7 +126,7 @@ def check_origin(path: str | Path, origin: dict[str, Any], whole: bool = False) 
 
 
 def written_lines(path: str | Path, kinds: Collection[str] = ("id",)) -> list[dict[str, Any]]:
-    """The whole lines of a file, none where it does not exist; errors as in [`ResumableLines`]."""
+    """The complete lines of a file, none if it does not exist; errors as in [`ResumableLines`]."""
     return _read_lines(Path(path), tuple(kinds))[0]
 
 
@@ -148,7 +147,7 @@ def _note_of(path: Path) -> Path:
 
 
 def _read_lines(path: Path, kinds: tuple[str, ...]) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of a file and the bytes they take; a last line that was interrupted is left out."""
+    """The complete lines of a file and their size in bytes; an incomplete last line is left out."""
     lines: list[dict[str, Any]] = []
     num_bytes, torn = 0, None
     if not path.exists():

@@ -1,4 +1,4 @@
-"""One process at a time for what a run writes to."""
+"""Makes sure that only one process writes to an output."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def single_writer(path: Path) -> FileLock:
     Reserves a file or folder for this process, until the lock is released or the process ends.
 
     Args:
-        path: What is written to; the lock is the file `<path>.lock` beside it.
+        path: The output; the lock is the file `<path>.lock`.
 
     Raises:
-        ValueError: when another process has it.
+        ValueError: when another process has reserved it.
     """
     lock = FileLock(f"{path}.lock", timeout=0)
     try:
         lock.acquire()
     except Timeout:
         raise ValueError(
-            f"Another process writes '{path}' now, and two would do the same work there. Wait for it, or give another output."
+            f"Another process is writing '{path}' now. Wait until it has finished, or give another output."
         ) from None
     return lock

@@ -1,10 +1,10 @@
-"""Decodes with a DSpark drafter, its output unchanged: `target.generate(..., custom_generate=...)`."""
+"""Decodes with a DSpark drafter, with the same output: `target.generate(..., custom_generate=...)`."""
 
 from functools import partial
 
 from dspark_hf.generation.from_repository import generate_with
 
-# Where the drafter is loaded from. `drafter=` in the call has precedence.
+# The repository to load the drafter from, unless the call has `drafter=`.
 REPOSITORY = None
 
 generate = partial(generate_with, drafter=REPOSITORY)
