@@ -89,14 +89,6 @@ def test_arguments_of_more_tokens(handed):
     assert names.extended_model_kwargs(target, given, 0) == given
 
 
-def test_only_the_wanted_hidden_states_are_read():
-    target, ids = rig.target(), tiny.prompt()["input_ids"]
-    everything = target(ids, output_hidden_states=True).hidden_states
-    output = target(ids, output_hidden_states=names.output_hidden_states([1, 2]))
-    features = names.context_features(output, [1, 2])
-    torch.testing.assert_close(features, torch.cat([everything[1], everything[2]], dim=-1))
-
-
 def test_attention():
     target = rig.target()
     target.set_attn_implementation("eager")

@@ -57,13 +57,6 @@ def output_hidden_states(indices: list[int]) -> list[int] | bool:
     return indices if _LISTS_NAME_ENTRIES else True
 
 
-def context_features(model_output: Any, indices: list[int]) -> torch.Tensor:
-    """The given entries of a target output's `hidden_states`, each `[B, T, D]`, concatenated to `[B, T, m * D]`."""
-    states = [model_output.hidden_states[index] for index in indices]
-    # When a target is spread over devices, the output of each layer is on the layer's device.
-    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
-
-
 # ---------------------------------------------------------------------- properties of models
 
 

@@ -15,7 +15,7 @@ def families(names):
     return [name for name in names if hybrids.exists(name)]
 
 
-FAMILIES = families(name for name in hybrids.FAMILIES if name != "deepseek_v4")
+FAMILIES = families(hybrids.FAMILIES)
 
 
 # ---------------------------------------------------------------------- greedy output

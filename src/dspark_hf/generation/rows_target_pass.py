@@ -8,7 +8,6 @@ import torch
 
 from ..ragged.cache import KeyValues, RaggedCache, fill
 from ..ragged.target import RaggedTarget
-from ..transformers_names import context_features, output_hidden_states
 from .requirements import refuse
 from .target_model import TargetOutput
 from .target_pass import TargetPass
@@ -43,7 +42,6 @@ class RowsTargetPass:
     """
 
     def __init__(self, prompt: TargetPass, keep_cache: bool):
-        self.hidden_state_indices = prompt.hidden_state_indices
         self.num_owed = 0
         self._wants_all_states = bool(prompt.generation_config.output_hidden_states)
         self._prompt = prompt
@@ -70,11 +68,11 @@ class RowsTargetPass:
             torch.cat([ids[0, -1:], drafts[0].to(device)]) for ids, drafts in zip(input_ids, draft_ids, strict=True)
         ]
         counts = [len(ids) for ids in fed_ids]
-        wanted = True if self._wants_all_states else output_hidden_states(self.hidden_state_indices)
+        wanted = True if self._wants_all_states else self._prompt.tap.argument
         fed = torch.cat(fed_ids)
-        with self._prompt.mode():
+        with self._prompt.mode(), self._prompt.tap.reading():
             raw = self._target.feed(fed, counts, output_hidden_states=wanted)
-        features = context_features(raw, self.hidden_state_indices).split(counts, dim=1)
+        features = self._prompt.tap.features(raw).split(counts, dim=1)
         logits = raw.logits.to(device=device, dtype=torch.float32, copy=True).split(counts, dim=1)
         states = [state.split(counts, dim=1) for state in raw.hidden_states] if self._wants_all_states else []
         of_rows: list[Any] = list(zip(*states, strict=True)) or [None] * len(counts)

@@ -10,13 +10,8 @@ import torch
 from transformers import Cache, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ..transformers_names import (
-    CACHE_KEY,
-    GenerativeModel,
-    context_features,
-    is_callers_cache,
-    output_hidden_states,
-)
+from ..tapping import Tap
+from ..transformers_names import CACHE_KEY, GenerativeModel, is_callers_cache
 from .pass_mode import PassMode, pass_mode
 from .requirements import refuse
 from .telemetry import stage
@@ -75,6 +70,7 @@ class TargetModel:
         if cache is None or not self.model_kwargs.get("use_cache", True):
             refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
         self.cache: Cache = cache
+        self.tap = Tap(self.model, self.hidden_state_indices)
         self.mode: PassMode = contextlib.nullcontext if self._shows_states else pass_mode(self.model)
 
     @property
@@ -130,14 +126,15 @@ class TargetModel:
         if not inputs.get(
             "output_hidden_states"
         ):  # The user did not ask for hidden states, so only the tapped ones are requested, if transformers supports that.
-            inputs["output_hidden_states"] = output_hidden_states(self.hidden_state_indices)
+            inputs["output_hidden_states"] = self.tap.argument
         # The prompt's pass may leave tensors for later calls, such as those of a static cache.
-        with stage("target pass"), contextlib.nullcontext() if is_first_iteration else self.mode():
+        mode = contextlib.nullcontext() if is_first_iteration else self.mode()
+        with stage("target pass"), mode, self.tap.reading():
             raw = self.model(**inputs, return_dict=True)
         if kwargs.get("use_cache", True):
             self._continue_with(raw.get(CACHE_KEY), input_ids.shape[1])
         logits = raw.logits[:, -logits_to_keep:].to(device=input_ids.device, dtype=torch.float32, copy=True)
-        features = context_features(raw, self.hidden_state_indices)
+        features = self.tap.features(raw)
         # A model that has discarded its cache was run over the whole sequence again.
         is_refed = not is_first_iteration and features.shape[1] > num_fed
         if not is_first_iteration and features.shape[1] > logits_to_keep:

@@ -33,7 +33,7 @@ from ..configuration_drafter import DrafterConfig
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..storage.atomic import whole_file, write_text
 from ..storage.single_writer import single_writer
-from ..transformers_names import context_features, output_hidden_states
+from ..tapping import Tap
 from .anchors import counted_drafts, draft_positions, row_generator, sample_anchors, stack_anchors
 from .collator import pad_rows
 from .target_logits import LogitRule, logit_rule
@@ -73,18 +73,16 @@ def target_features(target: PreTrainedModel, indices: list[int], input_ids: torc
     Raises:
         ValueError: when the target gives no hidden states to tap.
     """
-    outputs = target.base_model(
-        input_ids=input_ids,
-        output_hidden_states=output_hidden_states(indices),
-        use_cache=False,
-    )
+    tap = Tap(target, indices)
+    with tap.reading():
+        outputs = target.base_model(input_ids=input_ids, output_hidden_states=tap.argument, use_cache=False)
     states, last = outputs.hidden_states, getattr(outputs, "last_hidden_state", None)
     if states is None or last is None:
         raise ValueError(
             f"{type(target.base_model).__name__} gives no hidden states, so there is nothing for a drafter to read. "
             "Load the target with AutoModelForCausalLM."
         )
-    return TargetFeatures(context_features(outputs, indices).to(last.device), last)
+    return TargetFeatures(tap.features(outputs).to(last.device), last)
 
 
 @torch.no_grad()

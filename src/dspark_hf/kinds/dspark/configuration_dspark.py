@@ -237,7 +237,7 @@ def free_token_id(text: PreTrainedConfig, tokenizer: Any = None) -> int:
     Raises:
         ValueError: when no such id is known.
     """
-    known = {"gemma3_text": 4, "gemma4_text": 4, "qwen3": 151669, "qwen3_moe": 151669}
+    known = {"deepseek_v4": 128799, "gemma3_text": 4, "gemma4_text": 4, "qwen3": 151669, "qwen3_moe": 151669}
     candidates = [
         None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1,
         getattr(text, "mask_token_id", None),

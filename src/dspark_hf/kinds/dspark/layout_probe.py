@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...draft_cache import DraftCache
-from ...transformers_names import GenerativeModel, context_features, output_hidden_states
+from ...tapping import Tap
+from ...transformers_names import GenerativeModel
 from .modeling_dspark import DSparkDrafter
 
 
@@ -94,9 +95,10 @@ def probe_layout(
     matches: dict[bool, list[int]] = {True: [], False: []}
     for prompt in prompts:
         sequence = target.generate(prompt.to(target.device), max_new_tokens=max_new_tokens, do_sample=False)
-        indices = config.hidden_state_indices
-        output = target(sequence, output_hidden_states=output_hidden_states(indices))
-        features = context_features(output, indices).to(drafter.device)
+        tap = Tap(target, config.hidden_state_indices)
+        with tap.reading():
+            output = target(sequence, output_hidden_states=tap.argument)
+        features = tap.features(output).to(drafter.device)
         sequence, cache = sequence.to(drafter.device), drafter.new_cache()
         for anchor in range(prompt.shape[1], sequence.shape[1] - 1):
             held = cache.lengths[0]

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ...transformers_names import GenerativeModel, context_features, output_hidden_states
+from ...tapping import Tap
+from ...transformers_names import GenerativeModel
 from .configuration_eagle3 import depth_taps
 from .modeling_eagle3 import Eagle3Drafter
 
@@ -97,19 +98,20 @@ def probe_taps(
     embeddings = drafter.bind(target)
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     choices = tap_choices(drafter, depth)
-    indices = sorted({layer_id + 1 for taps in choices for layer_id in taps})
+    tap = Tap(target, sorted({layer_id + 1 for taps in choices for layer_id in taps}))
     accepted: dict[Taps, list[int]] = {taps: [] for taps in choices}
     num_drafts = drafter.config.num_draft_tokens
     for prompt in prompts:
         sequence = target.generate(prompt.to(target.device), max_new_tokens=max_new_tokens, do_sample=False)
-        output = target(sequence, output_hidden_states=output_hidden_states(indices))
+        with tap.reading():
+            output = target(sequence, output_hidden_states=tap.argument)
         sequence = sequence.to(drafter.device)
         anchors = torch.arange(prompt.shape[1], sequence.shape[1] - num_drafts, device=drafter.device)
         if len(anchors) == 0:
             continue
         following = sequence[0].unfold(0, num_drafts, 1)[anchors + 1]  # [A, G]
         for taps, counts in accepted.items():
-            features = context_features(output, [layer_id + 1 for layer_id in taps]).to(drafter.device)
+            features = tap.features(output, [layer_id + 1 for layer_id in taps]).to(drafter.device)
             # A chain that reads the true tokens drafts what it would draft by itself up to its first wrong draft.
             chains = drafter(sequence, anchors[None], features, embeddings=embeddings)
             drafts = drafter.base_logits(chains.last_hidden_state, embeddings).argmax(-1)  # [1, A * G]

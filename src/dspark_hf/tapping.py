@@ -1,0 +1,80 @@
+"""The hidden states that a drafter reads of its target: the outputs of some of its layers, concatenated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .transformers_names import output_hidden_states
+
+
+class Tap:
+    """
+    Reads hidden states from the passes of a target.
+
+    A target may have several residual streams (DeepSeek-V4, Gemma 3n): a drafter reads their mean. The last entry that
+    transformers returns is then no such state, but what the streams became behind the last layer. So that layer's
+    output is read directly.
+
+    ```python
+    >>> tap = Tap(target, [1, 3])  # doctest: +SKIP
+    >>> with tap.reading():  # doctest: +SKIP
+    ...     output = target(input_ids, output_hidden_states=tap.argument)
+    >>> tap.features(output).shape  # [B, T, 2 * D]  # doctest: +SKIP
+    ```
+
+    Args:
+        target: The target.
+        indices: Entries of `hidden_states`. Entry 0 is the embedding output and entry `i + 1` the output of layer `i`.
+    """
+
+    def __init__(self, target: PreTrainedModel, indices: list[int]):
+        text = target.config.get_text_config(decoder=True)
+        self.indices = indices
+        # AltUp keeps its streams in front of the rows, `[n, B, T, D]`; others behind the tokens, `[B, T, n, D]`.
+        self._stream_axis = 0 if hasattr(text, "altup_num_inputs") else 2
+        self._num_layers: int = getattr(text, "num_hidden_layers", -1)
+        self._last_streams: torch.Tensor | None = None
+        layers = getattr(target.get_decoder(), "layers", None) if self._num_layers in indices else None
+        self._last_layer = None if layers is None else layers[self._num_layers - 1]
+
+    @property
+    def argument(self) -> list[int] | bool:
+        """What to pass as `output_hidden_states=`."""
+        return output_hidden_states(self.indices)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The passes whose states are wanted run inside."""
+        self._last_streams = None
+        if self._last_layer is None:
+            yield
+            return
+        handle = self._last_layer.register_forward_hook(self._keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def features(self, output: Any, indices: list[int] | None = None) -> torch.Tensor:
+        """The states that an output of the target has of `T` tokens, `[B, T, m * D]`: all that are tapped, or some of them."""
+        chosen = self.indices if indices is None else indices
+        states = [self._without_streams(self._state(output, index)) for index in chosen]
+        # The layers of a target spread over devices leave their outputs there.
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+    def _state(self, output: Any, index: int) -> torch.Tensor:
+        state: torch.Tensor = output.hidden_states[index]
+        is_joined = index == self._num_layers and self._last_streams is not None and state.dim() == 3
+        return self._last_streams if is_joined and self._last_streams is not None else state
+
+    def _without_streams(self, state: torch.Tensor) -> torch.Tensor:
+        return state if state.dim() == 3 else state.mean(self._stream_axis)
+
+    def _keep(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        state = output[0] if isinstance(output, tuple) else output
+        self._last_streams = state if state.dim() == 4 else None
