@@ -92,7 +92,7 @@ class Drafter(DrafterModel):
     def _class_for(cls, path: Any, config: DrafterConfig) -> Any:
         """The class to load a checkpoint with: that of its kind. `ValueError` when this class is of another kind."""
         kind = drafter_class(config)
-        if cls is Drafter:
+        if issubclass(kind, cls):
             return kind
         if not issubclass(cls, kind):
             raise ValueError(

@@ -17,11 +17,9 @@ SEQUENTIAL_HEADS = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-class DSparkConfig(DecoderDrafterConfig):
+class BlockDrafterConfig(DrafterConfig):
     r"""
-    Configuration of a [`DSparkDrafter`]. Most users build it with [`DSparkConfig.for_target`].
-
-    The defaults are those of the released Qwen3 drafters (paper section 6): block of 7, rank 256, 5 layers.
+    What the drafters have that draft a block of slots in one pass, whatever their layers are: the block and the heads.
 
     Args:
         block_size (`int`): Tokens the backbone sees in one pass: the anchor and `block_size - 1` masks.
@@ -29,64 +27,31 @@ class DSparkConfig(DecoderDrafterConfig):
         sample_from_anchor (`bool`):
             `True`: the anchor's slot 0 predicts too, so a block gives `block_size` drafts (DeepSpec layout).
             `False`: slot 0 predicts nothing and a block gives `block_size - 1` drafts (z-lab layout).
-        is_causal (`bool`, *optional*):
-            Whether block slots see only earlier slots. `None`: sliding layers are causal, full layers are not.
+        has_mask_embedding (`bool`): Masked slots start from a learned vector instead of an embedding row (MiMo).
         markov_rank (`int`): Rank `r` of the sequential head; 0 for none (a DFlash drafter).
         markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
         enable_confidence_head (`bool`): Whether a confidence head predicts each slot's acceptance.
         confidence_head_with_markov (`bool`): Whether it also reads the previous token's Markov embedding.
-        has_mask_embedding (`bool`): Masked slots start from a learned vector instead of an embedding row (MiMo).
-        sandwich_norms (`bool`): Norms before and after both attention and MLP (Gemma), instead of before only.
-        layer_scalar (`bool`): Each layer ends by multiplying with its stored scalar.
-        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
-        sliding_window (`int`, *optional*): A sliding layer sees positions closer than this to the query.
 
-    The remaining arguments are those of [`~dspark_hf.configuration_drafter.DecoderDrafterConfig`] and
-    [`~dspark_hf.configuration_drafter.DrafterConfig`], or have their usual transformers meaning.
+    The remaining arguments are those of [`~dspark_hf.configuration_drafter.DrafterConfig`].
 
     Raises:
         ValueError: when fields contradict each other. The message lists every contradiction found.
     """
 
-    model_type = "dspark"
-
-    largest: ClassVar[dict[str, int]] = DecoderDrafterConfig.largest | {"markov_rank": 2**20}
+    largest: ClassVar[dict[str, int]] = DrafterConfig.largest | {"markov_rank": 2**20}
     checked_later: ClassVar[tuple[str, ...]] = (*DrafterConfig.checked_later, "markov_rank")
-    layer_families: ClassVar[dict[str, dict[str, Any]]] = DecoderDrafterConfig.layer_families | {
-        "gemma4": {
-            "qk_norm": True,
-            "v_norm": True,
-            "sandwich_norms": True,
-            "layer_scalar": True,
-            "attention_scaling": 1.0,
-        },
-    }
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "dspark": {},
-        "dflash": {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
-    }
-    export_formats: ClassVar[tuple[str, ...]] = ("deepspec", "vllm-sglang", "speculators", "modelopt")
-
-    num_hidden_layers: int = 5
-    layer_types: list[str] = FILLED_IN
-    sliding_window: int | None = None
-    sandwich_norms: bool = False
-    layer_scalar: bool = False
+    # Whether the linear map of the confidence head has a bias.
+    confidence_bias: ClassVar[bool] = True
 
     mask_token_id: int | None = None
     sample_from_anchor: bool = True
-    is_causal: bool | None = None
     has_mask_embedding: bool = False
 
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
-
-    def _fill_in(self) -> None:
-        super()._fill_in()
-        if self.layer_types is None:
-            self.layer_types = ["full_attention"] * self.num_hidden_layers
 
     # ------------------------------------------------------------------ derived
 
@@ -103,35 +68,16 @@ class DSparkConfig(DecoderDrafterConfig):
         """Drafts per block: `block_size`, or one fewer when the anchor's slot predicts nothing."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
-    def layer_is_causal(self, layer_idx: int) -> bool:
-        """Whether a block slot of this layer sees only itself and earlier slots."""
-        if self.is_causal is not None:
-            return self.is_causal
-        return self.layer_types[layer_idx] == "sliding_attention"
-
-    def layer_window(self, layer_idx: int) -> int | None:
-        """The sliding window of this layer in positions, or `None` where it attends to everything."""
-        return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
-
     @classmethod
     def needs_mask_token(cls, block_size: int) -> bool:
         """Whether a block of this size has masked slots, which need a token id."""
         return block_size > 1
 
     def describe(self) -> dict[str, str]:
-        attention = Counter(
-            f"{layer_type.removesuffix('_attention')}{' causal' if self.layer_is_causal(i) else ''}"
-            for i, layer_type in enumerate(self.layer_types or ())
-        )
-        window = f", window {self.sliding_window}" if self.sliding_window else ""
         predicts = "predicts" if self.sample_from_anchor else "predicts nothing"
         slots = f"the anchor {predicts}: a block of {self.block_size} gives {self.num_draft_tokens} drafts"
         masks = f"; mask token {self.mask_token_id}" if self.needs_mask_token(self.block_size) else ""
-        return super().describe() | {
-            "attention": ", ".join(f"{count} {layers}" for layers, count in attention.items()) + window,
-            "drafts": slots + masks,
-            "heads": self._heads_in_words(),
-        }
+        return super().describe() | {"drafts": slots + masks, "heads": self._heads_in_words()}
 
     def _heads_in_words(self) -> str:
         head = (
@@ -142,8 +88,11 @@ class DSparkConfig(DecoderDrafterConfig):
         reads = " that reads the Markov embedding" if self.confidence_head_with_markov else ""
         return f"{head}, confidence head{reads}"
 
-    def changed(self, **changes: Any) -> DSparkConfig:
-        """As in [`DrafterConfig`]. Adding a sequential head to a drafter without one also adds a confidence head."""
+    def changed(self, **changes: Any) -> Any:
+        """
+        As in [`~dspark_hf.configuration_drafter.DrafterConfig`]. Adding a sequential head to a drafter without one also adds a
+        confidence head.
+        """
         implied: dict[str, Any] = {}
         if changes.get("markov_rank") and not self.markov_rank:
             implied = {"enable_confidence_head": True, "confidence_head_with_markov": True}
@@ -153,7 +102,6 @@ class DSparkConfig(DecoderDrafterConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        layer_types = self.layer_types or []
         if self.block_size >= 1 and self.num_draft_tokens < 1:
             yield f"block_size={self.block_size} with sample_from_anchor={self.sample_from_anchor} drafts nothing."
         if self.mask_token_id is None and self.needs_mask_token(self.block_size):
@@ -172,12 +120,6 @@ class DSparkConfig(DecoderDrafterConfig):
                 "confidence_head_with_markov=True reads the Markov embedding, but markov_rank is 0: "
                 "set confidence_head_with_markov=False or give a rank."
             )
-        if len(layer_types) != self.num_hidden_layers:
-            yield f"layer_types names {len(layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}."
-        if unknown := sorted(set(layer_types) - set(LAYER_TYPES)):
-            yield f"layer_types may hold {LAYER_TYPES}, got {unknown}."
-        if "sliding_attention" in layer_types and not self.sliding_window:
-            yield "layer_types has sliding layers, but sliding_window is not set."
 
     # ------------------------------------------------------------------ construction
 
@@ -193,7 +135,7 @@ class DSparkConfig(DecoderDrafterConfig):
         mask_token_id: int | None = None,
         tokenizer: Any = None,
         **overrides: Any,
-    ) -> DSparkConfig:
+    ) -> Any:
         """
         A sensible drafter configuration for a decoder-only target.
 
@@ -224,6 +166,93 @@ class DSparkConfig(DecoderDrafterConfig):
             mask_token_id=mask_token_id,
             **({"confidence_head_with_markov": markov_rank > 0} | overrides),
         )
+
+
+class DSparkConfig(BlockDrafterConfig, DecoderDrafterConfig):
+    r"""
+    Configuration of a [`DSparkDrafter`]. Most users build it with [`DSparkConfig.for_target`].
+
+    The defaults are those of the released Qwen3 drafters (paper section 6): block of 7, rank 256, 5 layers.
+
+    Args:
+        is_causal (`bool`, *optional*):
+            Whether block slots see only earlier slots. `None`: sliding layers are causal, full layers are not.
+        sandwich_norms (`bool`): Norms before and after both attention and MLP (Gemma), instead of before only.
+        layer_scalar (`bool`): Each layer ends by multiplying with its stored scalar.
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
+        sliding_window (`int`, *optional*): A sliding layer sees positions closer than this to the query.
+
+    The remaining arguments are those of [`BlockDrafterConfig`], [`~dspark_hf.configuration_drafter.DecoderDrafterConfig`] and
+    [`~dspark_hf.configuration_drafter.DrafterConfig`], or have their usual transformers meaning.
+
+    Raises:
+        ValueError: when fields contradict each other. The message lists every contradiction found.
+    """
+
+    model_type = "dspark"
+
+    largest: ClassVar[dict[str, int]] = BlockDrafterConfig.largest | DecoderDrafterConfig.largest
+    layer_families: ClassVar[dict[str, dict[str, Any]]] = DecoderDrafterConfig.layer_families | {
+        "gemma4": {
+            "qk_norm": True,
+            "v_norm": True,
+            "sandwich_norms": True,
+            "layer_scalar": True,
+            "attention_scaling": 1.0,
+        },
+    }
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "dspark": {},
+        "dflash": {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
+    }
+    export_formats: ClassVar[tuple[str, ...]] = ("deepspec", "vllm-sglang", "speculators", "modelopt")
+
+    num_hidden_layers: int = 5
+    layer_types: list[str] = FILLED_IN
+    sliding_window: int | None = None
+    sandwich_norms: bool = False
+    layer_scalar: bool = False
+
+    is_causal: bool | None = None
+
+    def _fill_in(self) -> None:
+        super()._fill_in()
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+
+    # ------------------------------------------------------------------ derived
+
+    def layer_is_causal(self, layer_idx: int) -> bool:
+        """Whether a block slot of this layer sees only itself and earlier slots."""
+        if self.is_causal is not None:
+            return self.is_causal
+        return self.layer_types[layer_idx] == "sliding_attention"
+
+    def layer_window(self, layer_idx: int) -> int | None:
+        """The sliding window of this layer in positions, or `None` where it attends to everything."""
+        return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
+
+    def describe(self) -> dict[str, str]:
+        attention = Counter(
+            f"{layer_type.removesuffix('_attention')}{' causal' if self.layer_is_causal(i) else ''}"
+            for i, layer_type in enumerate(self.layer_types or ())
+        )
+        window = f", window {self.sliding_window}" if self.sliding_window else ""
+        return super().describe() | {
+            "attention": ", ".join(f"{count} {layers}" for layers, count in attention.items()) + window,
+        }
+
+    # ------------------------------------------------------------------ checks
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        layer_types = self.layer_types or []
+        if len(layer_types) != self.num_hidden_layers:
+            yield f"layer_types names {len(layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}."
+        if unknown := sorted(set(layer_types) - set(LAYER_TYPES)):
+            yield f"layer_types may hold {LAYER_TYPES}, got {unknown}."
+        if "sliding_attention" in layer_types and not self.sliding_window:
+            yield "layer_types has sliding layers, but sliding_window is not set."
 
 
 def free_token_id(text: PreTrainedConfig, tokenizer: Any = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .configuration_dspark import DSparkConfig
+from .configuration_dspark import BlockDrafterConfig
 
 
 class SequentialHead(nn.Module):
@@ -22,7 +22,7 @@ class SequentialHead(nn.Module):
     `W1` covers the full vocabulary, `W2` the draft vocabulary. Parameter names are those of the released checkpoints.
     """
 
-    def __init__(self, config: DSparkConfig):
+    def __init__(self, config: BlockDrafterConfig):
         super().__init__()
         rank, hidden_size = config.markov_rank, config.hidden_size
         self.head_type = config.markov_head_type
@@ -93,10 +93,11 @@ class ConfidenceHead(nn.Module):
     is low leaves the distribution of the output exact (paper section 3.3).
     """
 
-    def __init__(self, config: DSparkConfig):
+    def __init__(self, config: BlockDrafterConfig):
         super().__init__()
         self.with_markov = config.confidence_head_with_markov
-        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
+        width = config.hidden_size + (config.markov_rank if self.with_markov else 0)
+        self.proj = nn.Linear(width, 1, bias=config.confidence_bias)
 
     def forward(self, hidden_states: torch.Tensor, previous_embeddings: torch.Tensor | None) -> torch.Tensor:
         """

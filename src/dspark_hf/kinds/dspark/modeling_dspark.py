@@ -101,15 +101,18 @@ class DSparkDrafter(Drafter):
         width = len(config.target_layer_ids) * config.target_hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(  # type: ignore[assignment]
-            DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)
-        )
+        self.make_layers(config)
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = DSparkRotaryEmbedding(config)
         self.markov_head = SequentialHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.has_mask_embedding else None
         self.post_init()
+
+    def make_layers(self, config: DSparkConfig) -> None:
+        """Sets what lies between the projection of the context and the final norm."""
+        layers = (DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
+        self.rotary_emb = DSparkRotaryEmbedding(config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -242,14 +245,24 @@ class DSparkDrafter(Drafter):
         contexts: Sequence[KeyValues | DraftCache | None] = [draft_cache] * len(self.layers)
         if context_features is not None:
             contexts = self._context_key_values(context_features, context_position_ids)
-        masks = self._attention_arguments(attention_mask, position_ids, draft_cache, hidden_states.dtype)
-        for layer, context, layer_type in zip(self.layers, contexts, self.config.layer_types, strict=True):
-            hidden_states = layer(hidden_states, angles, context, masks[layer_type])
-        hidden_states = self.norm(hidden_states)
+        masks = self.attention_arguments(attention_mask, position_ids, draft_cache, hidden_states.dtype)
+        hidden_states = self.backbone(hidden_states, angles, contexts, masks)
         if objective is None:
             return DrafterOutput(last_hidden_state=hidden_states)
         loss, metrics = objective(self, hidden_states)
         return DrafterOutput(loss=loss, last_hidden_state=hidden_states, metrics=metrics)
+
+    def backbone(
+        self,
+        hidden_states: torch.Tensor,
+        angles: RotaryAngles,
+        contexts: Sequence[KeyValues | DraftCache | None],
+        masks: Sequence[Any],
+    ) -> torch.Tensor:
+        """From embedded slots to what the heads read, both `[B, Q, D]`; context and attention argument of each layer."""
+        for layer, context, mask in zip(self.layers, contexts, masks, strict=True):
+            hidden_states = layer(hidden_states, angles, context, mask)
+        return self.norm(hidden_states)
 
     def training_inputs(
         self,
@@ -312,11 +325,19 @@ class DSparkDrafter(Drafter):
         angles = self.rotary_emb(context, position_ids)
         return [layer.self_attn.key_values(context, angles) for layer in self.layers]
 
-    def _attention_arguments(
+    def attention_arguments(
         self, mask: Any, positions: torch.Tensor, cache: DraftCache | None, dtype: torch.dtype
-    ) -> dict[str, Any]:
-        """The attention argument of each layer type in use."""
-        masks = {}
+    ) -> list[Any]:
+        """
+        The attention argument of each layer.
+
+        Args:
+            mask: As `forward` takes it.
+            positions: Absolute positions of the slots, `[B, Q]`.
+            cache: Where the context is, if it is in a cache.
+            dtype: Of the states.
+        """
+        masks: dict[str, Any] = {}
         for layer_idx, layer_type in enumerate(self.config.layer_types):
             if layer_type in masks:
                 continue
@@ -326,4 +347,4 @@ class DSparkDrafter(Drafter):
                 window, causal = self.config.layer_window(layer_idx), self.config.layer_is_causal(layer_idx)
                 layer_mask = drafting_mask(positions, key_positions, cache.lengths, window, causal)
             masks[layer_type] = as_attention_argument(layer_mask, attention_name(self.config), dtype)
-        return masks
+        return [masks[layer_type] for layer_type in self.config.layer_types]
