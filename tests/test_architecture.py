@@ -137,6 +137,7 @@ ALLOWED_PRIVATE_NAMES = {
 # The attributes by which transformers asks a model to describe itself, and the method that a model defines for its weights.
 ASKED_OF_MODELS = {
     "_init_weights",
+    "_keep_in_fp32_modules_strict",
     "_keys_to_ignore_on_load_unexpected",
     "_no_split_modules",
     "_supports_attention_backend",

@@ -6,6 +6,8 @@ After `import dspark_hf`, transformers' `generate` accepts a drafter:
 
 from .drafter import Drafter
 from .generation import SpeculationStats, dspark_generate, record_speculation, register, unregister
+from .kinds.deepseek_v4.configuration_deepseek_v4 import DeepseekV4DrafterConfig
+from .kinds.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Drafter
 from .kinds.dspark.configuration_dspark import DSparkConfig
 from .kinds.dspark.modeling_dspark import DSparkDrafter
 from .kinds.eagle3.configuration_eagle3 import Eagle3Config
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DSparkConfig",
     "DSparkDrafter",
+    "DeepseekV4Drafter",
+    "DeepseekV4DrafterConfig",
     "Drafter",
     "DrafterOutput",
     "Eagle3Config",
@@ -31,4 +35,5 @@ __all__ = [
 
 register_kind(DSparkDrafter)
 register_kind(Eagle3Drafter)
+register_kind(DeepseekV4Drafter)
 register()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..configuration_drafter import DrafterConfig
-from . import deepspec, dspark, eagle3, gguf, modelopt, muse_glimmer, specforge, speculators, zlab
+from . import deepseek_v4, deepspec, dspark, eagle3, gguf, modelopt, muse_glimmer, specforge, speculators, zlab
 from .fields import draft_token_ids
 from .files import (
     FLOAT_TYPES,
@@ -29,10 +29,20 @@ from .files import (
     read_weight_map,
 )
 from .places import reading
-from .unsupported import is_embedded, refuse_unsupported
+from .unsupported import UNSUPPORTED, is_embedded, refuse_unsupported
 
 # In the order in which they are tried.
-FORMATS: tuple[ModuleType, ...] = (dspark, eagle3, speculators, modelopt, deepspec, specforge, zlab, muse_glimmer)
+FORMATS: tuple[ModuleType, ...] = (
+    dspark,
+    deepseek_v4,
+    eagle3,
+    speculators,
+    modelopt,
+    deepspec,
+    specforge,
+    zlab,
+    muse_glimmer,
+)
 
 # Endings of the names of architectures that are targets.
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
@@ -187,16 +197,24 @@ def open_source(
     raw = read_config(path, hub)
     weight_map = read_weight_map(path, hub, headers_only)
     if weight_map is not None:  # By tensor names, before shards are downloaded, which may be as large as a target.
-        reader_of(path, raw, {our_name(name): TensorInfo((), "", name, "") for name in weight_map})
+        reader = reader_of(path, raw, {our_name(name): TensorInfo((), "", name, "") for name in weight_map})
+        weight_map = own_part(reader, weight_map)
     tensors = read_tensor_index(path, weight_map, hub, headers_only)
     renamed = {our_name(name): info for name, info in tensors.items()}
     reader = reader_of(path, raw, renamed)
+    if hasattr(reader, "open_tensors"):
+        return reader.open_tensors(path, raw, own_part(reader, tensors)), reader
     if zlab.is_mimo(raw) and "mask_embedding" not in renamed and has_file(path, zlab.MASK_PICKLE, hub):
         raise ValueError(
             f"The masked slots of {path} start from a vector in {zlab.MASK_PICKLE}, without which it drafts nonsense. Pickle "
             "files are not read: put the vector into the safetensors file as 'mask_embedding.weight'."
         )
     return SafetensorsSource(raw, tensors), reader
+
+
+def own_part(reader: ModuleType, by_name: dict[str, Any]) -> dict[str, Any]:
+    """What is said of the drafter's tensors; all of it but for formats whose files hold more than a drafter."""
+    return {name: said for name, said in by_name.items() if not hasattr(reader, "is_own") or reader.is_own(name)}
 
 
 def is_drafter(raw: dict[str, Any]) -> bool:
@@ -223,7 +241,7 @@ def reader_of(path: Any, raw: dict[str, Any], tensors: dict[str, TensorInfo]) ->
             f"{path} is a language model ({language_models[0]}), not a drafter: use it as the target, with a drafter that "
             "was trained for it."
         )
-    refuse_unsupported(path, raw, tensors)
+    refuse_unsupported(path, raw, tensors, getattr(reader, "UNSUPPORTED", UNSUPPORTED))
     if reader is None:
         raise ValueError(
             f"{path} is not a drafter in a known format: its model_type is {raw.get('model_type')!r}, its architectures are "

@@ -79,12 +79,6 @@ def is_speculators_kind(kind: str) -> Test:
 
 UNSUPPORTED = (
     Unsupported(
-        "DeepSeek-V4 embedded DSpark",
-        is_embedded,
-        "Its stages have mixture-of-experts layers, four residual streams and a latent key/value projection, none of which "
-        "is implemented here yet. vLLM and SGLang serve it from the target's repository.",
-    ),
-    Unsupported(
         "DFlash2",
         either(named("DFlash2DraftModel"), with_tensor("candidate_selector."), is_speculators_kind("dflash2")),
         "It would need DFlash2's convolutions in the layers and its candidate selector.",
@@ -126,9 +120,11 @@ UNSUPPORTED = (
 )
 
 
-def refuse_unsupported(path: Any, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
-    """Raises [`UnsupportedDrafterError`] for a drafter of a known unsupported kind."""
-    for kind in UNSUPPORTED:
+def refuse_unsupported(
+    path: Any, config: dict[str, Any], tensors: dict[str, TensorInfo], kinds: tuple[Unsupported, ...] = UNSUPPORTED
+) -> None:
+    """Raises [`UnsupportedDrafterError`] for a drafter of a known unsupported kind, one of `kinds`."""
+    for kind in kinds:
         if kind.applies(config, tensors):
             raise UnsupportedDrafterError(path, kind, config, tensors)
 
