@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import transformers
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # Importing the Trainer takes long, and only training needs it.
     GenerativeModel = PreTrainedModel
+
+ModelClass = TypeVar("ModelClass", bound=PreTrainedModel)
 
 # ---------------------------------------------------------------------- arguments of models
 
@@ -92,6 +94,17 @@ def has_exchangeable_attention(model: PreTrainedModel) -> bool:
 def supports_sdpa(model: PreTrainedModel) -> bool:
     """Whether the model can run torch's `scaled_dot_product_attention`."""
     return bool(model._supports_sdpa)
+
+
+def with_experts(model_class: type[ModelClass]) -> type[ModelClass]:
+    """
+    Marks a class of models for whose experts `experts_implementation=` is to work.
+
+    transformers finds out by itself, from the source of the class, but takes the answer for a class from one that it is derived
+    from if that was asked before.
+    """
+    model_class._can_set_experts_implementation_cached_value = True  # type: ignore[attr-defined]
+    return model_class
 
 
 def has_device_hook(module: torch.nn.Module) -> bool:

@@ -74,8 +74,8 @@ UNSUPPORTED = (
     Unsupported(
         "DeepSeek-V4.1 embedded DSpark",
         lambda config, tensors: isinstance(config.get("text_config"), dict) or _has(tensors, "markov_head.embed."),
-        "Its streams are mixed differently from DeepSeek-V4's and its taps enter a layer; transformers has no class for its target "
-        "either. SGLang serves it from the target's repository.",
+        "Its streams are mixed in another way than DeepSeek-V4's and its taps enter a layer, and transformers has no class for "
+        "its target. SGLang serves it from the target's repository.",
     ),
     Unsupported(
         "re-quantized (NVFP4) DeepSeek-V4 embedded DSpark",
@@ -243,7 +243,9 @@ class EmbeddedDrafter:
         if dtype == "I8" and 2 * columns % FP4_BLOCK:
             yield f"wrong width: {shown} holds {2 * columns} FP4 numbers in a row, not a multiple of {FP4_BLOCK}"
             return
-        needed = (rows, 2 * columns // FP4_BLOCK) if dtype == "I8" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        needed = (
+            (rows, 2 * columns // FP4_BLOCK) if dtype == "I8" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        )
         found = self.stored[scale]
         if found.dtype != "F8_E8M0":
             yield f"wrong type: {scale} is {found.dtype}; scales are F8_E8M0"

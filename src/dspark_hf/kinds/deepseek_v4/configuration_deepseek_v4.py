@@ -177,5 +177,3 @@ def rotated_channels(config: dict[str, Any]) -> int:
     rope = config.get("rope_parameters") or {}
     factor = (rope.get("main") or rope).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 64 / 512
     return round(config["head_dim"] * factor)
-
-

@@ -9,6 +9,11 @@ from ...layers import DSparkRMSNorm
 from .configuration_deepseek_v4 import DeepseekV4DrafterConfig
 
 
+def widened(states: torch.Tensor) -> torch.Tensor:
+    """In float32, or more where it is."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))
+
+
 class HyperConnection(nn.Module):
     """
     What surrounds one sublayer in place of a residual connection. All weights are computed from the streams, in float32.
@@ -35,10 +40,10 @@ class HyperConnection(nn.Module):
             streams `[B, Q, n, n]`.
         """
         n = self.num_streams
-        weights = nn.functional.linear(self.input_norm(streams.flatten(2).float()), self.fn.float())
+        weights = nn.functional.linear(self.input_norm(widened(streams.flatten(2))), widened(self.fn))
         read, write, mix = weights.split([n, n, n * n], dim=-1)
-        read_base, write_base, mix_base = self.base.float().split([n, n, n * n])
-        read_scale, write_scale, mix_scale = self.scale.float().unbind()
+        read_base, write_base, mix_base = widened(self.base).split([n, n, n * n])
+        read_scale, write_scale, mix_scale = widened(self.scale).unbind()
         read = torch.sigmoid(read * read_scale + read_base) + self.eps
         write = 2 * torch.sigmoid(write * write_scale + write_base)
         mix = self.doubly_stochastic((mix * mix_scale + mix_base).unflatten(-1, (n, n)))
@@ -74,8 +79,8 @@ class HyperHead(nn.Module):
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """`[B, Q, n, D]` -> `[B, Q, D]`."""
-        weights = nn.functional.linear(self.input_norm(streams.flatten(2).float()), self.fn.float())
-        return weighted_sum(streams, torch.sigmoid(weights * self.scale.float() + self.base.float()) + self.eps)
+        weights = nn.functional.linear(self.input_norm(widened(streams.flatten(2))), widened(self.fn))
+        return weighted_sum(streams, torch.sigmoid(weights * widened(self.scale) + widened(self.base)) + self.eps)
 
 
 def weighted_sum(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

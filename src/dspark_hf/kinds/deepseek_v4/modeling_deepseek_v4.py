@@ -8,7 +8,7 @@ from slot to slot; and in the state that the confidence head reads, which is the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +16,15 @@ from transformers import initialization as init
 from transformers.integrations import use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...context_projection import ContextProjection
 from ...draft_cache import DraftCache
 from ...embeddings import SharedEmbeddings
 from ...layers import DSparkRMSNorm, KeyValues, RotaryAngles
 from ...masks import anchor_mask
+from ...transformers_names import with_experts
 from ..dspark.modeling_dspark import DSparkDrafter
 from .configuration_deepseek_v4 import DeepseekV4DrafterConfig
-from .hyper_connections import HyperConnection, HyperHead
+from .hyper_connections import HyperConnection, HyperHead, widened
 from .window_cache import WindowCache
 
 
@@ -34,18 +36,19 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         self.size, self.theta = config.qk_rope_head_dim, config.rope_theta
 
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> RotaryAngles:
-        """`position_ids` `[B, T]` -> cosines and sines `[B, T, qk_rope_head_dim / 2]` in float32."""
-        exponents = torch.arange(0, self.size, 2, dtype=torch.float32, device=hidden_states.device) / self.size
-        angles = position_ids.to(hidden_states.device)[..., None].float() / self.theta**exponents
+        """`position_ids` `[B, T]` -> cosines and sines `[B, T, qk_rope_head_dim / 2]`, in float32 at least."""
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        exponents = torch.arange(0, self.size, 2, dtype=dtype, device=hidden_states.device) / self.size
+        angles = position_ids.to(exponents)[..., None] / self.theta**exponents
         return angles.cos(), angles.sin()
 
 
 def rotate_last(states: torch.Tensor, angles: RotaryAngles, backwards: bool = False) -> torch.Tensor:
     """Rotates the last channels of `states` `[B, T, H, head_dim]`, each against its neighbour."""
-    cos, sin = (angle[:, :, None] for angle in angles)
+    cos, sin = (angle[:, :, None].to(states.device) for angle in angles)
     sin = -sin if backwards else sin
     rest, rotary = states.split([states.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], dim=-1)
-    even, odd = rotary.float().unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = widened(rotary).unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
     return torch.cat([rest, rotated.to(states.dtype)], dim=-1)
 
@@ -112,12 +115,12 @@ class DeepseekV4Attention(nn.Module):
             rows = torch.cat([context[0], rows], dim=2)
         rows = rows[:, 0]  # [B, T + Q, head_dim]
         # All heads read the same rows, so that heads and slots are one dimension of two products.
-        scores = (queries.flatten(1, 2) @ rows.mT).unflatten(1, (self.num_heads, num_slots)).float()
+        scores = widened((queries.flatten(1, 2) @ rows.mT).unflatten(1, (self.num_heads, num_slots)))
         scores = scores * self.head_dim**-0.5
         if attention_mask is not None:
             scores = scores.masked_fill(~attention_mask, -torch.inf)
         # A logit of each head takes weight to nothing, which also keeps the softmax finite.
-        sinks = self.sinks.float()[None, :, None, None].expand(batch, -1, num_slots, 1)
+        sinks = self.sinks.to(scores)[None, :, None, None].expand(batch, -1, num_slots, 1)
         weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1].to(rows.dtype)
         output = (weights.flatten(1, 2) @ rows).unflatten(1, (self.num_heads, num_slots)).transpose(1, 2)
         # Values were rotated as keys: turning back by the query's position leaves their distance to it.
@@ -171,7 +174,8 @@ class DeepseekV4Experts(nn.Module):
         return output
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return swiglu(*gate_up.chunk(2, dim=-1), self.limit)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return swiglu(gate, up, self.limit)
 
 
 class DeepseekV4Router(nn.Module):
@@ -187,7 +191,7 @@ class DeepseekV4Router(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States `[N, D]` -> the experts of each `[N, k]` and their weights in float32 `[N, k]`."""
-        logits = nn.functional.linear(hidden_states.float(), self.weight.float())
+        logits = nn.functional.linear(widened(hidden_states), widened(self.weight))
         scores = nn.functional.softplus(logits).sqrt()
         chosen = (scores + self.e_score_correction_bias).topk(self.num_chosen, dim=-1).indices
         weights = scores.gather(-1, chosen)
@@ -236,6 +240,7 @@ class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
         return HyperConnection.write(streams, self.mlp(self.post_attention_layernorm(hidden_states)), *weights)
 
 
+@with_experts
 class DeepseekV4Drafter(DSparkDrafter):
     """
     The drafter in DeepSeek-V4's checkpoints, for DeepSeek-V4.
@@ -248,8 +253,9 @@ class DeepseekV4Drafter(DSparkDrafter):
     ```
     """
 
-    config_class = DeepseekV4DrafterConfig
-    config: DeepseekV4DrafterConfig  # type: ignore[assignment]  # It has all that the methods of DSparkDrafter read.
+    # It has all the fields that the methods of DSparkDrafter read.
+    config_class = DeepseekV4DrafterConfig  # type: ignore[assignment]
+    config: DeepseekV4DrafterConfig  # type: ignore[assignment]
     _no_split_modules = ["DeepseekV4DecoderLayer"]
     # Heads of 512 channels with a sink are beyond torch's fused attention: there is one way to compute it.
     _supports_sdpa = False
@@ -260,7 +266,7 @@ class DeepseekV4Drafter(DSparkDrafter):
 
     layers: Sequence[DeepseekV4DecoderLayer]  # type: ignore[assignment]
 
-    training_attention: ClassVar[str | None] = None
+    training_attention = None
 
     def make_layers(self, config: Any) -> None:
         layers = (DeepseekV4DecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -321,6 +327,7 @@ class DeepseekV4Drafter(DSparkDrafter):
         context_features: torch.Tensor,
         position_ids: torch.Tensor,
         counts: list[int] | None = None,
+        projection: ContextProjection | None = None,
     ) -> None:
         """As in [`DSparkDrafter`]. What no row's window reaches, most of a long prompt, is counted and not projected."""
         num_new = position_ids.shape[1]
@@ -330,11 +337,15 @@ class DeepseekV4Drafter(DSparkDrafter):
         counts = [count - first for count in counts]
         super().extend_cache(cache, context_features[:, first:], position_ids[:, first:], counts)
 
+    def context_projection(self) -> ContextProjection | None:
+        """None: the rows are normed and rotated as no other kind's, and there are few of them."""
+        return None
+
     def attention_arguments(
         self, mask: Any, positions: torch.Tensor, cache: DraftCache | None, dtype: torch.dtype
     ) -> list[Any]:
         """The same mask for all layers, as booleans."""
-        if mask is None and isinstance(cache, WindowCache):
+        if mask is None and isinstance(cache, WindowCache) and cache.max_length:
             mask = cache.mask(positions)
         return [mask] * len(self.layers)
 

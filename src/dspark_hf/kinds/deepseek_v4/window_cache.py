@@ -14,13 +14,13 @@ class WindowCache(DraftCache):
     Context rows of every stage, for `B` rows of different lengths, in a ring of as many places as the window has tokens.
 
     A token's place is its position modulo the window, so a new token takes the place of the one that has left the window, and
-    the memory does not grow with the context. A row is key and value at once: only keys are kept.
+    the memory does not grow with the context. A stage's rows are keys and values at once, and stay on the device of the stage.
     """
 
     def __init__(self, num_layers: int, num_rows: int, window: int):
         super().__init__(num_layers, num_rows)
         self.window = window
-        self.positions = torch.full((num_rows, window), _NEVER)
+        self._rings: list[torch.Tensor] = []  # Of each stage `[B, 1, window, head_dim]`; made with the first tokens.
 
     def append(
         self,
@@ -30,23 +30,21 @@ class WindowCache(DraftCache):
     ) -> None:
         """As in [`DraftCache`]; of each row the last tokens are kept, as many as the window has."""
         counts = [position_ids.shape[1]] * self.num_rows if counts is None else counts
-        self._make(key_values)
+        self._make([keys for keys, _ in key_values])
         for row, count in enumerate(counts):
             new = slice(max(count - self.window, 0), count)
-            positions = position_ids[row, new]
+            positions = position_ids[row, new].to(self.positions.device)
             places = positions % self.window
             self.positions[row, places] = positions
-            for buffer, (keys, _) in zip(self._keys, key_values, strict=True):
-                assert buffer is not None
-                buffer[row, :, places.to(buffer.device)] = keys[row, :, new]
+            for ring, (keys, _) in zip(self._rings, key_values, strict=True):
+                ring[row, :, places.to(ring.device)] = keys[row, :, new]
         self.lengths = [n + c for n, c in zip(self.lengths, counts, strict=True)]
 
     def with_block(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows `[B, 1, window + G, head_dim]`, the context's in the order of their places, twice."""
-        self._make([(keys, values)] * len(self._keys))
-        context = self._keys[layer]
-        assert context is not None
-        rows = torch.cat([context, keys], dim=2)
+        """Rows `[B, 1, window + G, head_dim]`, those of the context in the order of their places, as keys and as values."""
+        if not self._rings:  # Nothing is known of the context.
+            return keys, values
+        rows = torch.cat([self._rings[layer], keys], dim=2)
         return rows, rows
 
     def mask(self, query_positions: torch.Tensor) -> torch.Tensor:
@@ -56,10 +54,20 @@ class WindowCache(DraftCache):
         context = (positions != _NEVER) & (positions < anchors) & (positions >= anchors - self.window)
         return torch.cat([context, context.new_ones(query_positions.shape)], dim=1)[:, None, None]
 
-    def _make(self, like: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The buffers, once it is known where the drafter's layers are and of which type its states."""
-        if self._keys[0] is not None:
+    def select_rows(self, rows: list[int]) -> None:
+        super().select_rows(rows)
+        self._rings = [ring[rows] for ring in self._rings]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(ring.numel() * ring.element_size() for ring in self._rings)
+
+    def _make(self, like: list[torch.Tensor]) -> None:
+        """The rings, once it is known where the stages are and of which type their rows."""
+        if self._rings:
             return
-        self.positions = self.positions.to(like[0][0].device)
-        for layer, (keys, _) in enumerate(like):
-            self._keys[layer] = keys.new_zeros(keys.shape[0], keys.shape[1], self.window, keys.shape[3])
+        # Made in inference mode, they could not be written to outside of it, where a later call may continue.
+        with torch.inference_mode(False), torch.no_grad():
+            self.positions = torch.full((self.num_rows, self.window), _NEVER, device=like[0].device)
+            shapes = [(*rows.shape[:2], self.window, rows.shape[3]) for rows in like]
+            self._rings = [torch.zeros(s, dtype=r.dtype, device=r.device) for s, r in zip(shapes, like, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -94,7 +94,7 @@ class DSparkDrafter(Drafter):
     confidence_head: ConfidenceHead | None
     mask_embedding: nn.Parameter | None
 
-    training_attention = "flex_attention"
+    training_attention: ClassVar[str | None] = "flex_attention"
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
