@@ -6,8 +6,10 @@ from scipy import stats
 
 from dspark_hf import sampling
 from dspark_hf.sampling import (
+    NO_TOKEN,
     drafting_distribution,
     draw,
+    draw_or_none,
     leading_true,
     passes,
     residual,
@@ -165,3 +167,32 @@ def test_the_drafting_distribution_sums_to_one_whatever_the_scores(scores, distr
     both = drafting_distribution(torch.tensor([scores, usual.tolist()]))
     torch.testing.assert_close(both[0], torch.tensor(distribution))
     torch.testing.assert_close(both[1], usual.softmax(-1))
+
+
+def test_draws_are_those_of_multinomial():
+    probs = torch.softmax(3 * torch.randn(200, 60), -1)
+    torch.manual_seed(5)
+    expected = torch.multinomial(probs, 1)[:, 0]
+    for drawing in (draw, draw_or_none):
+        torch.manual_seed(5)
+        assert torch.equal(drawing(probs), expected)
+
+
+def test_nothing_is_drawn_where_there_is_no_distribution():
+    rows = torch.tensor([[0.5, 0.5, 0.0], [0.5, float("nan"), 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
+    drawn = draw_or_none(rows).tolist()
+    assert drawn[0] in (0, 1)
+    assert drawn[1:] == [NO_TOKEN, NO_TOKEN, 2]
+    probs = torch.stack([P, torch.full_like(P, float("nan"))])[None]
+    accepted, follow = verify_sampled(torch.tensor([[0]]), torch.eye(4)[None, :1], probs[:, [1, 0]])
+    assert (accepted.item(), follow.item()) == (0, NO_TOKEN)
+
+
+def test_drafts_from_no_distribution_are_rejected_and_the_target_decides():
+    rows = NUM_ROWS
+    nothing = torch.full((rows, 1, 4), float("nan"))
+    accepted, follow = verify_sampled(
+        torch.zeros(rows, 1, dtype=torch.long), nothing, torch.stack([P, Q]).expand(rows, -1, -1)
+    )
+    assert not accepted.any()
+    assert p_value(follow, P) > 1e-3

@@ -9,11 +9,27 @@ from __future__ import annotations
 
 import torch
 
+NO_TOKEN = -1  # In the place of a token id, where there is no distribution to draw from.
+
 
 def draw(probs: torch.Tensor) -> torch.Tensor:
-    """One token id per row of `probs` `[..., V]`, `[...]`. Rows need not be normalised."""
-    flat = probs.reshape(-1, probs.shape[-1])
-    return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])
+    """
+    One token id per row of `probs` `[..., V]`, `[...]`. Rows need not be normalised.
+
+    An exponential race: `p / e`, with `e` drawn from the exponential distribution, is largest at each token with that token's
+    probability. `torch.multinomial` draws the same tokens, but checks its input first and waits for the device.
+    """
+    return _races(probs).argmax(-1)
+
+
+def draw_or_none(probs: torch.Tensor) -> torch.Tensor:
+    """The same, and `NO_TOKEN` for rows that hold NaN or no probability above 0."""
+    rates, token_ids = _races(probs).max(-1)
+    return torch.where(rates > 0, token_ids, NO_TOKEN)
+
+
+def _races(probs: torch.Tensor) -> torch.Tensor:
+    return probs / torch.empty_like(probs).exponential_()
 
 
 def drafting_distribution(scores: torch.Tensor) -> torch.Tensor:
@@ -88,7 +104,7 @@ def verify_sampled(
         target_probs: The target's distribution at each of these positions and the one after, `[B, L + 1, V]`.
 
     Returns:
-        `num_accepted` `[B]` and the token that follows them `[B]`.
+        `num_accepted` `[B]` and the token that follows them `[B]`, `NO_TOKEN` where the target's probabilities are NaN.
     """
     num_drafts = draft_ids.shape[1]
     num_accepted = leading_true(passes(draft_ids, draft_probs, target_probs[:, :num_drafts]))
@@ -98,4 +114,4 @@ def verify_sampled(
         q = draft_probs[rows, num_accepted.clamp(max=num_drafts - 1)]
         rejected = (num_accepted < num_drafts)[:, None]
         follow = torch.where(rejected, residual(follow, q), follow)
-    return num_accepted, draw(follow)
+    return num_accepted, draw_or_none(follow)

@@ -336,3 +336,34 @@ def test_settings_of_the_drafter_do_not_decide_how_it_drafts():
     with record_speculation() as stats:
         target.generate(**tiny.prompt(), max_new_tokens=31, do_sample=True, top_k=0, assistant_model=drafter)
     assert stats.acceptance_rate == 1.0
+
+
+class Impossible(LogitsProcessor):
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, self.value)
+
+
+@pytest.mark.parametrize("drafter", [None, tiny.random_drafter], ids=["plain", "drafted"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_scores_that_leave_no_token_are_an_error_as_in_plain_generate(value, drafter):
+    target = rig.target()
+    assistant = {} if drafter is None else {"assistant_model": drafter(target)}
+    with pytest.raises(RuntimeError, match=r"inf|No token can be drawn"):
+        target.generate(
+            **tiny.prompt(9),
+            max_new_tokens=6,
+            do_sample=True,
+            logits_processor=LogitsProcessorList([Impossible(value)]),
+            **assistant,
+        )
+
+
+def test_a_target_that_computes_nan_is_an_error():
+    target = tiny.qwen3()
+    drafter = tiny.random_drafter(target)
+    target.lm_head.weight[3] = float("nan")
+    with pytest.raises(RuntimeError, match="No token can be drawn"):
+        target.generate(**tiny.prompt(9), max_new_tokens=6, do_sample=True, assistant_model=drafter)

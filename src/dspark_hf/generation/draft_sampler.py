@@ -43,7 +43,8 @@ class DraftSampler:
         self._draft_token_ids = draft_token_ids
         self._vocab_size = vocab_size
         # If the processors allow it, probabilities are computed over the draft vocabulary, which can be many times smaller.
-        self._is_reduced = draft_token_ids is not None and not any(names_tokens(row) for row in processors)
+        self._always_leaves_tokens = not any(names_tokens(row) for row in processors)
+        self._is_reduced = draft_token_ids is not None and self._always_leaves_tokens
         self._ids: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
 
@@ -58,7 +59,7 @@ class DraftSampler:
             scores = self._over_full_vocabulary(scores, float("-inf"))
         scores = self._processed(scores)
         if self._do_sample:
-            self._probs.append(drafting_distribution(scores))
+            self._probs.append(scores.softmax(-1) if self._always_leaves_tokens else drafting_distribution(scores))
             self.last_ids = draw(self._probs[-1])
         else:
             self.last_ids = scores.argmax(-1)

@@ -64,8 +64,8 @@ class Output:
             num_committed = self._rules.num_until_end(choice.listed, self.room)
             self._append(choice, 0, choice.tokens[:, :num_committed], choice.listed[:num_committed])
         else:
-            for token_ids in choice.one_by_one(lambda: self.ids):
-                self._append(choice, num_committed, token_ids[:, None], token_ids.tolist())
+            for token_ids, token in choice.one_by_one(lambda: self.ids):
+                self._append(choice, num_committed, token_ids[:, None], [token])
                 num_committed += 1
                 if self.is_finished:
                     break

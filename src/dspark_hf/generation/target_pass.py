@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..transformers_names import extended_model_kwargs, is_callers_cache
+from ..transformers_names import extended_model_kwargs, is_callers_cache, is_compiled
+from .growing_cache import begin_growing, end_growing
 from .pass_mode import make_ordinary
 from .rollback import Rollback
 from .rollback_trial import check_target
@@ -44,7 +45,7 @@ class TargetPass(TargetModel):
 
     def begin_rounds(self) -> None:
         """Called after the pass over the prompt."""
-        self._rollback.begin(self.cache)
+        self._begin_rollback()
         self.commit([1])
 
     def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
@@ -67,8 +68,8 @@ class TargetPass(TargetModel):
                 self._rollback.save()
         output = self.forward(candidates, self._num_fed, num_drafts + 1, kwargs)
         if self.cache is not self._rollback.cache:
-            self._rollback.end()
-            self._rollback.begin(self.cache)
+            self._end_rollback()
+            self._begin_rollback()
         return [output]
 
     def commit(self, num_committed: list[int]) -> None:
@@ -105,7 +106,7 @@ class TargetPass(TargetModel):
         self.ending.close()
         if is_callers_cache(self.cache) and not self._is_verifying:
             self._feed_owed()
-        self._rollback.end()
+        self._end_rollback()
         make_ordinary(self.model, self.cache if self.keeps_cache else None)
 
     def _feed_owed(self) -> None:
@@ -115,3 +116,13 @@ class TargetPass(TargetModel):
             self.forward(ids, self.num_owed, 1, extended_model_kwargs(self.model, kwargs, num_new))
             with self.mode():
                 self.num_owed = self._rollback.take_back(self.num_owed, 0)
+
+    def _begin_rollback(self) -> None:
+        if not is_compiled(self.model):  # A compiled one would be compiled again whenever the buffers grow.
+            begin_growing(self.cache)
+        self._rollback.begin(self.cache)
+
+    def _end_rollback(self) -> None:
+        cache = self._rollback.cache
+        self._rollback.end()
+        end_growing(cache, self.keeps_cache)

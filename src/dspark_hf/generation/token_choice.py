@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from transformers import LogitsProcessorList
 
-from ..sampling import draw, passes, residual, verify_greedy, verify_sampled
+from ..sampling import NO_TOKEN, draw_or_none, passes, residual, verify_greedy, verify_sampled
 from .candidate_generator import Draft
 from .logits_process import processed
 from .telemetry import stage
@@ -66,12 +66,12 @@ class TokenChoice:
     def settle(self, num_accepted: int, listed: list[int]) -> None:
         """Stores the result of [`~TokenChoice.decide`], once it has been copied from the device."""
         assert self.tokens is not None
-        self.num_accepted, self.listed = num_accepted, listed[: num_accepted + 1]
+        self.num_accepted, self.listed = num_accepted, checked(listed[: num_accepted + 1])
         self.tokens = self.tokens[:, : num_accepted + 1]
 
-    def one_by_one(self, current_ids: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+    def one_by_one(self, current_ids: Callable[[], torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
         """
-        The tokens of the round `[1]`, each chosen only after the previous one is committed.
+        The tokens of the round, each as a tensor `[1]` and as a number, chosen only after the previous one is committed.
 
         Args:
             current_ids: Returns all tokens committed so far, `[1, L]`.
@@ -81,9 +81,10 @@ class TokenChoice:
                 scores = processed(self._processor, current_ids(), self._logits[:, slot].clone())
             self._scores.append(scores)
             with stage("acceptance"):
-                accepted, token_ids = self._verify_slot(slot, scores)
+                decision = self._decide_slot(slot, scores)
+                accepted, token = decision.tolist()
             self.num_accepted += accepted
-            yield token_ids
+            yield decision[1:], checked([token])[0]
             if not accepted:
                 return
 
@@ -95,20 +96,38 @@ class TokenChoice:
         """The target's raw logits `[1, V]` at `slot`."""
         return self._logits[:, slot].clone()
 
-    def _verify_slot(self, slot: int, scores: torch.Tensor) -> tuple[bool, torch.Tensor]:
-        """Whether the draft at `slot` is accepted, and the token there: the draft, or one of the target."""
+    def _decide_slot(self, slot: int, scores: torch.Tensor) -> torch.Tensor:
+        """Whether the draft at `slot` is accepted, and the token there: the draft, or one of the target; `[2]`."""
         has_draft = slot < self.num_slots - 1
+        draft_ids = self._draft_ids[:, slot] if has_draft else None
         if not self._do_sample:
-            chosen = scores.argmax(-1)
-            return has_draft and bool(chosen == self._draft_ids[:, slot]), chosen
+            token_ids = scores.argmax(-1)
+            accepted = torch.zeros_like(token_ids) if draft_ids is None else token_ids == draft_ids
+            return torch.cat([accepted, token_ids])
         probs = scores.softmax(-1)
-        if not has_draft:
-            return False, draw(probs)
+        if draft_ids is None:
+            token_ids = draw_or_none(probs)
+            return torch.cat([torch.zeros_like(token_ids), token_ids])
         assert self._draft_probs is not None
-        draft_ids, draft_probs = self._draft_ids[:, slot], self._draft_probs[:, slot]
-        if bool(passes(draft_ids, draft_probs, probs)):
-            return True, draft_ids
-        return False, draw(residual(probs, draft_probs))
+        draft_probs = self._draft_probs[:, slot]
+        accepted = passes(draft_ids, draft_probs, probs)
+        token_ids = torch.where(accepted, draft_ids, draw_or_none(residual(probs, draft_probs)))
+        return torch.cat([accepted, token_ids])
+
+
+def checked(token_ids: list[int]) -> list[int]:
+    """
+    The tokens of a round, as read from the device.
+
+    Raises:
+        RuntimeError: when one could not be drawn; plain `generate` raises it as well.
+    """
+    if NO_TOKEN in token_ids:
+        raise RuntimeError(
+            "No token can be drawn: the target's scores, as the logits processors left them, hold NaN or rule out every token. "
+            "Check the target's weights and dtype, and the processors."
+        )
+    return token_ids
 
 
 def choose_at_once(choices: Sequence[TokenChoice]) -> None:
