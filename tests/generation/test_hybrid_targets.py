@@ -3,9 +3,11 @@
 import pytest
 import torch
 from generation import hybrids, rig
+from transformers import DynamicCache
 
 import tiny
 from dspark_hf.generation import call, rollback, rollback_trial
+from dspark_hf.transformers_names import CACHE_KEY
 
 pytestmark = pytest.mark.integration
 
@@ -164,3 +166,133 @@ def test_copies_are_made_in_place_and_only_before_a_round_that_drafts(monkeypatc
     saves.clear()
     target.generate(**tiny.prompt(), **settings, num_assistant_tokens=0)
     assert not saves
+
+
+# ---------------------------------------------------------------------- caches that outlive the call
+
+
+def held_by(cache):
+    """All tensors that the layers of a cache hold, by layer and name."""
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        for name, value in vars(layer).items():
+            parts = value if isinstance(value, dict) else {None: value}
+            found |= {(index, name, key): part for key, part in parts.items() if isinstance(part, torch.Tensor)}
+    return found
+
+
+def assert_same_cache(actual, expected, **tolerance):
+    actual, expected = held_by(actual), held_by(expected)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, **({"atol": 2e-3, "rtol": 1e-3} | tolerance), msg=str(name))
+
+
+def drafters(target, plain, kinds=rig.KINDS):
+    return [(kind, rig.drafter_of(kind, target, rig.ids_of(plain))) for kind in kinds]
+
+
+CACHE_FAMILIES = families(["qwen3_5", "bamba", "falcon_h1", "zaya", "kimi_linear", "deepseek_v4", "lfm2", "inkling"])
+
+
+@pytest.mark.parametrize("num_tokens", [2, 7, 20], ids=lambda n: f"{n} new tokens")
+@pytest.mark.parametrize("family", CACHE_FAMILIES)
+def test_the_cache_handed_out_is_that_of_plain_generate(family, num_tokens):
+    target = hybrids.target(family)
+    settings = {"max_new_tokens": num_tokens, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(**tiny.prompt(), **settings)
+    for _, drafter in drafters(target, plain):
+        drafted = target.generate(**tiny.prompt(), **settings, assistant_model=drafter)
+        assert_same_cache(drafted[CACHE_KEY], plain[CACHE_KEY])
+
+
+@pytest.mark.parametrize("new_only", [False, True], ids=["all ids again", "new ids only"])
+@pytest.mark.parametrize("family", CACHE_FAMILIES)
+def test_a_second_turn(family, new_only):
+    target, settings = hybrids.target(family), {"max_new_tokens": 15, "do_sample": False}
+    first, new = tiny.prompt()["input_ids"], tiny.prompt(4, seed=5)["input_ids"]
+    outputs: dict = {}
+    for kind in (None, *rig.KINDS):
+        cache, said = DynamicCache(config=target.config), first
+        scripts = outputs.get(None, [[], []])
+        for turn in (0, 1):
+            drafter = None if kind is None else rig.drafter_of(kind, target, scripts[turn])
+            ids = first if turn == 0 else torch.cat([said, new], dim=1)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if turn and new_only:
+                inputs["input_ids"] = ids[:, cache.get_seq_length() :]
+            said = target.generate(**inputs, **settings, **{CACHE_KEY: cache}, assistant_model=drafter)
+            if turn and new_only:
+                said = torch.cat([ids[:, : -inputs["input_ids"].shape[1]], said], dim=1)
+            outputs.setdefault(kind, []).append(said[0].tolist())
+        assert cache.get_seq_length() == said.shape[1] - 1
+    assert all(output == outputs[None] for output in outputs.values())
+
+
+@pytest.mark.parametrize("family", CACHE_FAMILIES)
+def test_a_prompt_in_chunks(family):
+    settings = {"prefill_chunk_size": 3, "return_dict_in_generate": True, "max_new_tokens": 20}
+    outcome = rig.compare(hybrids.target(family), **settings)
+    for drafted in outcome.drafted.values():
+        assert_same_cache(drafted[CACHE_KEY], outcome.plain[CACHE_KEY])
+
+
+@pytest.mark.parametrize("family", CACHE_FAMILIES)
+def test_left_padding(family):
+    padded = tiny.left_padded(tiny.prompt(9), tiny.prompt(4, seed=1))
+    row = {name: value[1:] for name, value in padded.items()}
+    if family == "deepseek_v4":
+        assert "with left padding, DeepseekV4" in rig.refusing(hybrids.target(family), **row)
+    else:
+        rig.compare(hybrids.target(family), row, max_new_tokens=30)
+
+
+class Interrupted(Exception):
+    """Raised by the streamer below."""
+
+
+class Interrupting:
+    """A streamer that stops the call at some token."""
+
+    def __init__(self, num_tokens):
+        self.left = num_tokens + 1  # The prompt comes first.
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise Interrupted
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+@pytest.mark.parametrize("family", families(["qwen3_5", "deepseek_v4"]))
+def test_an_interrupted_call_leaves_a_cache_to_continue_from(family, num_tokens):
+    """The cache holds all tokens that were committed, but the last."""
+    target, first = hybrids.target(family), tiny.prompt()
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(**first, **settings)
+    for _, drafter in drafters(target, plain):
+        cache = DynamicCache(config=target.config)
+        with pytest.raises(Interrupted):
+            target.generate(
+                **first, **settings, assistant_model=drafter, streamer=Interrupting(num_tokens), **{CACHE_KEY: cache}
+            )
+        ids = plain[:, : cache.get_seq_length() + 1]
+        assert 9 + num_tokens <= ids.shape[1] <= 9 + num_tokens + 1 + rig.BLOCK_SIZE
+        rest = {"max_new_tokens": plain.shape[1] - ids.shape[1], "do_sample": False}
+        resumed = target.generate(ids, attention_mask=torch.ones_like(ids), **rest, **{CACHE_KEY: cache})
+        assert torch.equal(resumed, plain)
+
+
+def test_hidden_states_and_scores_of_tokens_that_follow_others_fed_again():
+    target = hybrids.target("qwen3_5")
+    wanted = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+    outcome = rig.compare(target, return_dict_in_generate=True, max_new_tokens=20, **wanted)
+    for drafted in outcome.drafted.values():
+        for name in ("scores", "logits", "hidden_states", "attentions"):
+            for step, (ours, theirs) in enumerate(zip(drafted[name], outcome.plain[name], strict=True)):
+                pairs = [(ours, theirs)] if isinstance(ours, torch.Tensor) else zip(ours, theirs, strict=True)
+                for one, other in pairs:
+                    torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3, msg=f"{name} of step {step}")

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..transformers_names import CACHE_KEY, is_stateful
 from .requirements import refuse
-from .rollback import Rollback, has_states
+from .rollback import Rollback, has_states, is_own_layer
 
 _PROMPT, _ROUND = 5, 4  # Tokens of the trial.
 
@@ -29,22 +29,28 @@ _TOLERANCE_OF_HALF = 0.05
 _is_exact: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
 
-def check_target(model: PreTrainedModel, cache: Cache) -> None:
+def check_target(model: PreTrainedModel, cache: Cache, attention_mask: torch.Tensor | None) -> None:
     """
     Refuses targets whose output after a rollback would not be theirs.
 
     Args:
         model: The target.
         cache: Its cache, which may be empty.
+        attention_mask: False at padding, `[B, T]`; `None` where there is none.
 
     Raises:
-        ValueError: for states outside the cache, and where the trial fails.
+        ValueError: for states outside the cache, where the trial fails, and for padding that layers of the model's own count.
     """
     name = type(model).__name__
     if not any(has_states(layer) for layer in cache.layers):
         if is_stateful(model):
             refuse(f"{name} keeps recurrent state outside its cache, which cannot be rolled back")
         return
+    own = next((type(layer).__name__ for layer in cache.layers if is_own_layer(layer)), None)
+    if own is not None and attention_mask is not None and not attention_mask.all():
+        # DeepSeek-V4 closes its compressed entries by column, padding included, and shows them by position. In a pass over one
+        # token it shows them all.
+        refuse(f"with left padding, {own} shows other entries to several tokens in one pass than to one at a time")
     if model not in _is_exact:
         _is_exact[model] = is_exact(model)
     if not _is_exact[model]:

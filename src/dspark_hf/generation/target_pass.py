@@ -35,7 +35,7 @@ class TargetPass(TargetModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ending = contextlib.ExitStack()  # What has to be undone when the call ends.
-        check_target(self.model, self.cache)
+        check_target(self.model, self.cache, self.model_kwargs.get("attention_mask"))
         self._rollback = Rollback(self.cache)
         self.num_owed = 0
         self._num_fed = 1
