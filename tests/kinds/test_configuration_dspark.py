@@ -4,7 +4,9 @@ import re
 
 import pytest
 import transformers
-from transformers import AutoConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, LlamaConfig, PreTrainedTokenizerFast
 
 import tiny
 from dspark_hf import DSparkConfig
@@ -202,7 +204,7 @@ def test_for_target_knows_the_free_tokens_of_the_released_targets():
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_for_target_asks_for_a_mask_token_where_none_is_known(family: str):
-    with pytest.raises(ValueError, match=r"pass mask_token_id=, an id below 128"):
+    with pytest.raises(ValueError, match=r"mask_token_id=, an id below 128"):
         DSparkConfig.for_target(tiny.target_config(family))
 
 
@@ -233,3 +235,40 @@ def test_taps_are_always_valid(num_layers: int):
     assert ids == sorted(set(ids))
     assert ids[0] >= 0
     assert ids[-1] < max(num_layers - 1, 1)  # never the last layer, whose hidden state is the normed one
+
+
+# ------------------------------------------------------------------ the mask token of families without a spare row
+
+VOCABULARIES = {
+    # Family: special tokens in their order, with what the tokenizer calls them, and the one that may stand for a mask.
+    "Llama 3": (["<|begin|>", "<|end|>", "<|reserved_special_token_0|>", "<|eot|>"], {"bos": 0, "eos": 1}, 2),
+    "Llama 2": (["<unk>", "<s>", "</s>", "<0x00>"], {"unk": 0, "bos": 1, "eos": 2}, 0),
+    "a mask token": (["<pad>", "<end>", "<mask>"], {"pad": 0, "eos": 1, "mask": 2}, 2),
+    "SmolLM2": (["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"], {"unk": 0, "bos": 1, "eos": 2}, 3),
+    "Gemma": (["<pad>", "<eos>", "<unused0>"], {"pad": 0, "eos": 1}, 2),
+    "GPT-2": (["<|endoftext|>"], {"bos": 0, "eos": 0, "unk": 0}, None),
+}
+
+
+@pytest.mark.parametrize("family", VOCABULARIES)
+def test_families_without_a_spare_row_take_an_unused_special_token(family):
+    special, roles, expected = VOCABULARIES[family]
+    vocabulary = {token: i for i, token in enumerate([*special, "a", "b"])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="a")),
+        chat_template="<|im_start|>{{ messages }}<|im_end|><|eot|>",
+        **{f"{role}_token": special[i] for role, i in roles.items()},
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in special if token != "<0x00>"]})
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 4}
+    text = LlamaConfig(vocab_size=len(vocabulary), eos_token_id=roles["eos"], **sizes)
+    if expected is None:
+        with pytest.raises(ValueError, match="pass mask_token_id="):
+            DSparkConfig.for_target(text, tokenizer=tokenizer)
+    else:
+        assert DSparkConfig.for_target(text, tokenizer=tokenizer).mask_token_id == expected
+
+
+def test_without_a_tokenizer_the_error_asks_for_it():
+    with pytest.raises(ValueError, match="pass tokenizer=, which may have one, or mask_token_id="):
+        DSparkConfig.for_target(LlamaConfig(vocab_size=100, hidden_size=8, num_attention_heads=2))

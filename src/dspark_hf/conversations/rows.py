@@ -13,7 +13,7 @@ turn is learned exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import dropwhile, takewhile
@@ -68,17 +68,42 @@ def encode_rows(
     Raises:
         ValueError: when a row is not a conversation, or the template refuses it.
     """
-    ends = [tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids
-    writer = _Writer(tokenizer, [token for token in ends if token is not None], template_options)
-    encoded = [[_cut(ids, mask, max_length) for ids, mask in writer.rows(row_messages(row))] for row in rows]
-    # A block needs an anchor and a label.
-    kept = [[part for part in parts if sum(part["loss_mask"]) >= 2] for parts in encoded]
+    kept = list(_encoded(rows, tokenizer, max_length, eos_token_ids, template_options))
     if left_out := sum(not parts for parts in kept):
         logger.warning(
             f"{left_out} of {len(kept)} rows have no two response tokens"
             f"{'' if max_length is None else f' within {max_length} tokens'} and were left out."
         )
     return [part for parts in kept for part in parts]
+
+
+def encode_stream(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    eos_token_ids: Iterable[int] | None = None,
+    **template_options: Any,
+) -> Iterator[Encoded]:
+    """The rows of [`encode_rows`], each as soon as its conversation is read; says once when one is left out."""
+    for parts in _encoded(rows, tokenizer, max_length, eos_token_ids, template_options):
+        if not parts:
+            logger.warning_once("Rows that have no two response tokens within the maximum length are left out.")
+        yield from parts
+
+
+def _encoded(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    eos_token_ids: Iterable[int] | None,
+    template_options: dict[str, Any],
+) -> Iterator[list[Encoded]]:
+    """The rows of each conversation that have something to learn."""
+    ends = [tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids
+    writer = _Writer(tokenizer, [token for token in ends if token is not None], template_options)
+    for row in rows:
+        parts = [_cut(ids, mask, max_length) for ids, mask in writer.rows(row_messages(row))]
+        yield [part for part in parts if sum(part["loss_mask"]) >= 2]  # A block needs an anchor and a label.
 
 
 def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..number_types import floating_dtype
+from .refused_arguments import check_arguments
 
 
 @dataclass
@@ -90,6 +91,8 @@ class DSparkTrainingArguments(TrainingArguments):
         return vars(self) | {"hub_token": None}
 
     def __post_init__(self) -> None:
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith("error"):
+            self.greater_is_better = False  # transformers only knows that a smaller loss is better.
         super().__post_init__()
         if isinstance(self.chat_template_kwargs, str):
             try:
@@ -112,6 +115,7 @@ class DSparkTrainingArguments(TrainingArguments):
             raise ValueError(f"matrix_optimizer is {self.matrix_optimizer!r}; give 'adamw' or 'muon'.")
         if self.matrix_optimizer == "muon" and (self.fsdp or self.deepspeed):
             raise ValueError("matrix_optimizer='muon' needs whole matrices, which FSDP and DeepSpeed cut: use 'adamw'.")
+        check_arguments(self, uses_muon=self.matrix_optimizer == "muon")
         if self.save_dtype is not None:
             floating_dtype(self.save_dtype, "save_dtype")
         if self.logits_chunk_size < 0:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which of them are whole."""
+"""The checkpoints of a run: which of them are whole, and from which training can resume."""
 
 from __future__ import annotations
 
@@ -30,3 +30,25 @@ def is_whole(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def check_resumable(folder: str | Path) -> None:
+    """
+    Args:
+        folder: A checkpoint, or the folder of a run, whose newest checkpoint counts.
+
+    Raises:
+        ValueError: when the checkpoint holds weights only; training would go on with a new optimizer.
+    """
+    checkpoint = Path(folder)
+    if not (checkpoint / TRAINER_STATE_NAME).exists() or not checkpoint.name.startswith(PREFIX_CHECKPOINT_DIR):
+        newest = last_checkpoint(checkpoint)
+        checkpoint = checkpoint if newest is None else Path(newest)
+    if not is_whole(checkpoint):
+        return  # The Trainer says what is missing.
+    if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
+        raise ValueError(
+            f"'{checkpoint}' was saved with save_only_model=True, so it has no optimizer state and training cannot resume from "
+            "it. Start a new run from its weights (`DSparkDrafter.from_pretrained`, or `--drafter` and `--no-resume` on the "
+            "command line), and leave out save_only_model where a run should be resumable."
+        )

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from ..conversations.rows import encode_rows, end_token_ids
 from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings, target_embeddings
 from ..hub import write_card
@@ -32,13 +31,15 @@ from ..transformers_names import GenerativeModel, TrainerHooks, has_own_adapter
 from .adaptation import load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
-from .checkpoints import last_checkpoint
+from .checkpoints import check_resumable, last_checkpoint
 from .collator import FEATURE_KEYS, DSparkCollator
-from .features import CachedFeatureDataset, target_features
+from .features import target_features
 from .history import print_lines
 from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summed_metrics
 from .muon import MuonAdamW, split_parameters
+from .refused_arguments import check_keywords
 from .target_logits import logit_rule
+from .tokenizing import Tokenizing
 
 logger = logging.get_logger(__name__)
 
@@ -60,12 +61,14 @@ class DSparkTrainer(TrainerHooks, Trainer):
         target (`PreTrainedModel`): The frozen target. It is neither trained nor saved; load it in bfloat16.
         args (`DSparkTrainingArguments`): Options.
         train_dataset, eval_dataset: Conversations (see `dspark_hf.conversations.rows`; they are tokenized here), rows with
-            `input_ids` and `loss_mask`, or a [`CachedFeatureDataset`].
+            `input_ids` and `loss_mask`, or a [`CachedFeatureDataset`]; in memory or streamed. `evaluate` and `predict` take
+            the same.
         processing_class: The target's tokenizer; needed for conversations, and saved beside the drafter.
         kwargs: As in [`~transformers.Trainer`].
 
     Raises:
-        ValueError: when the target is not the drafter's, or several GPUs are driven from one process.
+        ValueError: when the target is not the drafter's, several GPUs are driven from one process, or an argument of the
+            `Trainer` means nothing to a drafter (`compute_metrics`, `model_init`).
     """
 
     args: DSparkTrainingArguments
@@ -85,6 +88,9 @@ class DSparkTrainer(TrainerHooks, Trainer):
         **kwargs: Any,
     ):
         args = args or DSparkTrainingArguments("dspark_trainer")
+        if not isinstance(args, DSparkTrainingArguments):
+            raise ValueError(f"args is a {type(args).__name__}; a drafter is trained with DSparkTrainingArguments.")
+        check_keywords(kwargs, uses_muon=args.matrix_optimizer == "muon")
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} GPUs in one process would replicate the model in threads, which the objective does not "
@@ -106,9 +112,8 @@ class DSparkTrainer(TrainerHooks, Trainer):
         if not model.config.gives_confidence:
             self.loss_weights = LossWeights(args.ce_weight, args.tv_weight, 0.0)
 
-        template = args.template_options
-        train_dataset = tokenized(train_dataset, processing_class, args.max_length, target, **template)
-        eval_dataset = tokenized(eval_dataset, processing_class, args.max_length, target, **template)
+        self.tokenizing = Tokenizing(processing_class, target, args.max_length, args.template_options)
+        train_dataset, eval_dataset = self.tokenizing(train_dataset), self.tokenizing(eval_dataset)
         if data_collator is None:
             seed = next(s for s in (args.anchor_seed, args.data_seed, args.seed) if s is not None)
             data_collator = self._collator(model, args, seed)
@@ -137,14 +142,16 @@ class DSparkTrainer(TrainerHooks, Trainer):
             theirs = SharedEmbeddings(embed_tokens, lm_head, draft_token_ids=drafter.draft_token_ids)
         self.target_head = TargetHead(theirs, self._logit_rule)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint:
+            check_resumable(self.run_folder if resume_from_checkpoint is True else resume_from_checkpoint)
         config = self.model.config
         if config.confidence_temperatures is not None:
             logger.warning(
                 "The drafter's calibration was of its old weights and is dropped; `dspark-hf calibrate` makes a new one."
             )
             config.confidence_temperatures = None
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, folder: str, model: torch.nn.Module | None = None) -> None:
         if has_own_adapter(self.model):
@@ -172,13 +179,17 @@ class DSparkTrainer(TrainerHooks, Trainer):
     # The drafter's `forward` takes blocks; these columns are the collator's, which makes blocks of them.
     input_columns = ["input_ids", "loss_mask", "anchor_mask", *FEATURE_KEYS]
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        self.train_dataset = self.tokenizing(self.train_dataset)  # It may have been replaced since.
+        return super().get_train_dataloader()
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         with self._evaluation_anchors():
-            return super().get_eval_dataloader(eval_dataset)
+            return super().get_eval_dataloader(self.tokenizing(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         with self._evaluation_anchors():
-            return super().get_test_dataloader(test_dataset)
+            return super().get_test_dataloader(self.tokenizing(test_dataset))
 
     @contextlib.contextmanager
     def _evaluation_anchors(self) -> Iterator[None]:
@@ -393,26 +404,3 @@ class _AnchorEpoch(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if hasattr(self.collator, "set_epoch"):
             self.collator.set_epoch(int((state.epoch or 0) + 1e-6))
-
-
-def tokenized(
-    dataset: Any, tokenizer: Any, max_length: int | None, target: PreTrainedModel, **template_options: Any
-) -> Any:
-    """Conversations become tokens; rows that are tokens already stay as they are."""
-    if dataset is None or not hasattr(dataset, "__len__") or isinstance(dataset, dict) or not len(dataset):
-        return dataset
-    if isinstance(dataset, CachedFeatureDataset):
-        dataset.check_target(target)
-        return dataset
-    first = dataset[0]
-    if "input_ids" in first and "loss_mask" in first:
-        return dataset
-    if "input_ids" in first:
-        raise ValueError(
-            f"The rows have {sorted(first)} but no 'loss_mask': say which tokens are the target's own (1) and which "
-            "are prompt or padding (0), or give conversations instead."
-        )
-    if tokenizer is None:
-        raise ValueError(f"The rows have {sorted(first)}: pass processing_class=tokenizer to have them tokenized.")
-    ends = end_token_ids(target, tokenizer) or None
-    return encode_rows((dataset[i] for i in range(len(dataset))), tokenizer, max_length, ends, **template_options)

@@ -148,8 +148,8 @@ class BlockDrafterConfig(DrafterConfig):
             target_layer_ids (`list[int]`, *optional*): Tapped layers; five evenly spread ones by default.
             mask_token_id (`int`, *optional*):
                 Token id at the masked slots, which no text may contain. By default an embedding row above the tokenizer's
-                last id, or, without a tokenizer, the id known for the target's family.
-            tokenizer (*optional*): The target's.
+                last id, the id known for the target's family, or a reserved or unused special token of the tokenizer.
+            tokenizer (*optional*): The target's. Without it, few families have a mask token that is known.
 
         Raises:
             ValueError: when the target is an encoder-decoder, or no free token id is known for the mask. Embedding
@@ -257,11 +257,11 @@ class DSparkConfig(BlockDrafterConfig, DecoderDrafterConfig):
 
 def free_token_id(text: PreTrainedConfig, tokenizer: Any = None) -> int:
     """
-    A token id that no text contains.
+    A token id that the target never generates.
 
     Args:
         text: The target's (text) configuration.
-        tokenizer: The target's, where there is one.
+        tokenizer: The target's, if there is one.
 
     Raises:
         ValueError: when no such id is known.
@@ -271,12 +271,42 @@ def free_token_id(text: PreTrainedConfig, tokenizer: Any = None) -> int:
         None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1,
         getattr(text, "mask_token_id", None),
         known.get(text.model_type),
+        None if tokenizer is None else unused_token_id(text, tokenizer),
     ]
     for token_id in candidates:
         if token_id is not None and token_id < text.vocab_size:
             return token_id
+    advice = "pass tokenizer=, which may have one, or" if tokenizer is None else "pass"
     raise ValueError(
-        f"No free token id is known for {text.model_type!r}: pass mask_token_id=, an id below "
-        f"{text.vocab_size} that no text produces (an unused or reserved special token of the tokenizer, "
-        "or an embedding row above its last id)."
+        f"No free token id is known for {text.model_type!r}: {advice} mask_token_id=, an id below {text.vocab_size} that no text "
+        "produces (an unused or reserved special token of the tokenizer, or an embedding row above its last id)."
     )
+
+
+def unused_token_id(text: PreTrainedConfig, tokenizer: Any) -> int | None:
+    """
+    A special token that the target is not expected to generate: the mask token, a reserved one, the unknown token where all
+    text can be written without it, or else one that has no role and does not occur in the chat template.
+    """
+    ends = getattr(text, "eos_token_id", None)
+    roles = {
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        *(ends if isinstance(ends, list) else [ends]),
+    }
+    spoken = str(tokenizer.chat_template or "")
+    special = {
+        token_id: token.content
+        for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and token_id not in roles and token.content not in spoken
+    }
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    for token_id, content in special.items():
+        if any(word in content.lower() for word in ("mask", "reserved", "unused", "placeholder")):
+            return token_id
+    unknown = tokenizer.unk_token_id
+    if unknown in special and "<0x00>" in tokenizer.get_vocab():  # Bytes stand for whatever has no token.
+        return int(unknown)
+    return next((token_id for token_id in special if token_id != unknown), None)
