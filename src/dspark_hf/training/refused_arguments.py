@@ -8,7 +8,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-_NO_PREDICTIONS = "evaluation of a drafter sums its metrics batch by batch and keeps no predictions, so there is nothing to {0}; leave it out"
+_NO_PREDICTIONS = (
+    "evaluation sums the metrics of a drafter and keeps no predictions, so there is nothing to {0}: leave it out"
+)
 _WITH_MUON = "matrix_optimizer='muon' chooses the optimizer: leave {0} out, or use matrix_optimizer='adamw'"
 
 # What each option would do, and what to do instead. An option counts as given when it differs from its default.
