@@ -8,6 +8,8 @@ from .drafter import Drafter
 from .generation import SpeculationStats, dspark_generate, record_speculation, register, unregister
 from .kinds.deepseek_v4.configuration_deepseek_v4 import DeepseekV4DrafterConfig
 from .kinds.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Drafter
+from .kinds.dflash2.configuration_dflash2 import DFlash2Config
+from .kinds.dflash2.modeling_dflash2 import DFlash2Drafter
 from .kinds.dspark.configuration_dspark import DSparkConfig
 from .kinds.dspark.modeling_dspark import DSparkDrafter
 from .kinds.eagle3.configuration_eagle3 import Eagle3Config
@@ -17,6 +19,8 @@ from .registry import register_kind
 
 __version__ = "0.1.0"
 __all__ = [
+    "DFlash2Config",
+    "DFlash2Drafter",
     "DSparkConfig",
     "DSparkDrafter",
     "DeepseekV4Drafter",
@@ -34,6 +38,7 @@ __all__ = [
 ]
 
 register_kind(DSparkDrafter)
+register_kind(DFlash2Drafter)
 register_kind(Eagle3Drafter)
 register_kind(DeepseekV4Drafter)
 register()

@@ -20,6 +20,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # The default of fields that `_fill_in` replaces by a value when they are left out, so readers never see `None`.
 FILLED_IN: Any = None
 
+ATTENTION_GATES = (None, "head", "element", "query")
+
 
 class DrafterConfig(PreTrainedConfig):
     r"""
@@ -42,6 +44,7 @@ class DrafterConfig(PreTrainedConfig):
             Read the rows of the target's embedding as they are stored, without the norm that its module applies (Muse).
         logit_scale (`float`): Factor on the base logits, before the soft cap.
         final_logit_softcapping (`float`, *optional*): Soft cap on the base logits, before the transition bias.
+        fc_norm (`bool`): A norm over each tap before they are projected together.
         confidence_temperatures (`list[float]`, *optional*):
             Calibration: the confidence logit of draft `k` is divided by entry `k`. `None`: not calibrated.
 
@@ -94,6 +97,7 @@ class DrafterConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     has_embed_tokens: bool = False
     has_lm_head: bool = False
+    fc_norm: bool = False
     confidence_temperatures: list[float] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -302,6 +306,10 @@ class DecoderDrafterConfig(DrafterConfig):
         rotary_interleaved (`bool`): RoPE rotates pairs of neighbouring channels instead of pairing the two halves (LFM2).
         attention_sinks (`bool`): Each head has one more logit in its softmax, whose share of the weight goes to no token.
         value_scale (`float`): Factor on the attention values (MiMo).
+        attention_gate (`str`, *optional*):
+            The attention's output is multiplied by gates: softplus of a projection of the layer's input, one for each head
+            (`"head"`, Laguna) or channel (`"element"`), or the sigmoid of a second half of the query projection (`"query"`,
+            Qwen3.5).
 
     The remaining arguments are those of [`DrafterConfig`] or have their usual transformers meaning.
     """
@@ -332,6 +340,7 @@ class DecoderDrafterConfig(DrafterConfig):
     rotary_interleaved: bool = False
     attention_sinks: bool = False
     value_scale: float = 1.0
+    attention_gate: str | None = None
 
     def _fill_in(self) -> None:
         super()._fill_in()
@@ -347,7 +356,8 @@ class DecoderDrafterConfig(DrafterConfig):
         ours = {name: getattr(self, name) for name in options}
         defaults = {name: getattr(type(self), name) for name in options}
         family = next((name for name, family in self.layer_families.items() if ours == defaults | family), None)
-        return None if self.mlp_bias or (self.attention_k_eq_v and family != "gemma4") else family
+        odd = self.mlp_bias or self.attention_gate or (self.attention_k_eq_v and family != "gemma4")
+        return None if odd else family
 
     def describe(self) -> dict[str, str]:
         family = self.layer_family or "of no known model family"
@@ -366,6 +376,8 @@ class DecoderDrafterConfig(DrafterConfig):
             yield f"rope_theta must be a positive number, got {theta!r}."
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             yield f"hidden_act={self.hidden_act!r} is not an activation of transformers."
+        if self.attention_gate not in ATTENTION_GATES:
+            yield f"attention_gate must be one of {ATTENTION_GATES}, got {self.attention_gate!r}."
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             yield (
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "

@@ -37,6 +37,18 @@ class DSparkRMSNorm(nn.RMSNorm):
         return self.weight * nn.functional.rms_norm(hidden_states, self.normalized_shape, eps=self.eps).to(dtype)
 
 
+class TapNorms(nn.ModuleList):
+    """A norm for each tapped layer, applied to the tapped hidden states `[..., m * D]` before they are projected together."""
+
+    def __init__(self, num_taps: int, size: int, eps: float):
+        super().__init__(DSparkRMSNorm(size, eps) for _ in range(num_taps))
+        self.size = size
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        taps = features.split(self.size, dim=-1)
+        return torch.cat([norm(tap) for norm, tap in zip(self, taps, strict=True)], dim=-1)
+
+
 class DSparkRotaryEmbedding(nn.Module):
     """Rotary angles for absolute positions, from transformers' RoPE utilities (default, linear, yarn, llama3, ...)."""
 
@@ -115,7 +127,8 @@ class DSparkAttention(nn.Module):
         self.scaling = config.attention_scaling or config.head_dim**-0.5
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(input_size, query_size, bias=config.attention_bias)
+        gated = config.attention_gate == "query"  # Then the projection gives the gates as well, head by head.
+        self.q_proj = nn.Linear(input_size, 2 * query_size if gated else query_size, bias=config.attention_bias)
         self.k_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
         if not config.attention_k_eq_v:
             self.v_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
@@ -125,6 +138,9 @@ class DSparkAttention(nn.Module):
             self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
         if config.v_norm:
             self.v_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
+        if config.attention_gate in ("head", "element"):
+            gate_size = config.num_attention_heads if config.attention_gate == "head" else query_size
+            self.g_proj = nn.Linear(input_size, gate_size, bias=False)
         if config.attention_sinks:
             self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
 
@@ -159,8 +175,7 @@ class DSparkAttention(nn.Module):
             context: Context keys and values of this layer `[B, H_kv, T, head_dim]`, or the cache that holds them.
             attention_mask: What each query may see of context and block, in the form the attention function wants.
         """
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        queries = self.q_proj(hidden_states).view(shape)
+        queries, gates = self._queries_and_gates(hidden_states)
         if self.config.qk_norm:
             queries = self.q_norm(queries)
         keys, values = self._unrotated(hidden_states)
@@ -192,7 +207,21 @@ class DSparkAttention(nn.Module):
             dropout=self.config.attention_dropout if self.training else 0.0,
             is_causal=False,
         )
+        if gates is not None:
+            output = output * gates
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+    def _queries_and_gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries `[B, Q, H, head_dim]`, and the factors on the attention's output `[B, Q, H, 1 or head_dim]`, if any."""
+        shape = (*hidden_states.shape[:-1], self.config.num_attention_heads, -1)
+        queries = self.q_proj(hidden_states).view(shape)
+        if self.config.attention_gate == "query":
+            queries, gates = queries.chunk(2, dim=-1)
+            return queries, torch.sigmoid(gates)
+        if self.config.attention_gate is None:
+            return queries, None
+        gates = self.g_proj(hidden_states).view(shape)
+        return queries, nn.functional.softplus(gates.float()).to(queries.dtype)
 
 
 def with_sink(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..kinds.dspark.configuration_dspark import DSparkConfig
-from .fields import decoder_dict, flat_config, head_dict
+from .fields import attention_gate, decoder_dict, flat_config, head_dict, rotation
 from .files import TensorInfo
 
 NAME = "DeepSpec"
@@ -23,6 +23,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3OmniDSparkModel": {},
     "LingDSparkModel": {},
     "DSparkMiniMaxDraftModel": {},
+    "Qwen35DSparkModel": {},
     "Lfm2DSparkDraftModel": {},
     "MuseSparkDSparkModel": {"is_causal": True},
 }
@@ -36,6 +37,8 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSpar
     options = dict(ARCHITECTURES[next(n for n in config["architectures"] if n in ARCHITECTURES)])
     if options.get("family") == "gemma4":
         options |= gemma4_options(config)
+    if attention_gate(config, tensors) == "query":  # Qwen3.5's layers, which really rotate a part of the head.
+        options["rope_parameters"] = rotation(config, keep_partial=True)
     return flat_config(config, tensors, sample_from_anchor=True, **options)
 
 

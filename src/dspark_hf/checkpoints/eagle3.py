@@ -60,7 +60,6 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Eagle
         "block_size": fields.get("block_size", "ttt_length", default=BLOCK_SIZE),
         "norm_before_residual": bool(fields.get("norm_before_residual")),
         "norm_before_fc": "input_norm.weight" in tensors,
-        "fc_norm": "fc_norm.0.weight" in tensors,
         "norm_output": bool(fields.get("norm_output")),
         "use_aux_hidden_state": bool(section.get("use_aux_hidden_state", True)),
         "target_name_or_path": fields.get("target_name_or_path", "target_model_name_or_path"),

@@ -103,6 +103,8 @@ def layer_fields(
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_parameters": rotation(config),
         "rotary_interleaved": fields.get("rope_is_neox_style", "is_neox_style") is False,
+        "attention_gate": attention_gate(config, tensors),
+        "fc_norm": "fc_norm.0.weight" in tensors,
         "attention_sinks": any(name.endswith(".attention_sink_bias") for name in tensors),
         "value_scale": fields.get("attention_value_scale", default=1.0),
         "embedding_scale": fields.get("input_embedding_scale", default=1.0),
@@ -119,6 +121,7 @@ def layer_fields(
 def flat_config(
     config: dict[str, Any],
     tensors: dict[str, TensorInfo],
+    kind: type[DSparkConfig] = DSparkConfig,
     *,
     sample_from_anchor: bool,
     family: str = "qwen3",
@@ -131,6 +134,7 @@ def flat_config(
     Args:
         config: The raw `config.json`.
         tensors: What the files hold, under the drafter's names.
+        kind: The configuration to make.
         sample_from_anchor: The slot layout for files of this format that do not specify it.
         family: The family of the decoder layers, a key of `DSparkConfig.layer_families`.
         block_size: The block size for files of this format that do not specify it; `None` if they must.
@@ -140,7 +144,7 @@ def flat_config(
         ValueError: when a field that cannot be guessed is missing, or two spellings of one contradict each other.
     """
     fields = Fields(config)
-    own = layer_fields(config, tensors, DSparkConfig.layer_families[family])
+    own = layer_fields(config, tensors, kind.layer_families[family])
     own |= {
         "has_mask_embedding": "mask_embedding" in tensors,
         "block_size": fields.get("block_size", default=block_size),
@@ -152,7 +156,7 @@ def flat_config(
         raise ValueError("The drafter's configuration lacks block_size: pass the one it was trained with in config=.")
     own |= windows(fields, config.get("layer_types") or ["full_attention"] * own["num_hidden_layers"])
     own |= heads(fields, tensors, own["hidden_size"])
-    return DSparkConfig(**(own | overrides))
+    return kind(**(own | overrides))
 
 
 def decoder_dict(config: DSparkConfig) -> dict[str, Any]:
@@ -233,6 +237,17 @@ def target_layer_ids(fields: Fields) -> list[int]:
             "latter have to be one higher): find out which were trained and remove the other."
         )
     return ids
+
+
+def attention_gate(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str | None:
+    """The gate on the attention's output, which files do not declare reliably: as their tensors have it."""
+    heads = config["num_attention_heads"]
+    size = heads * (config.get("head_dim") or config["hidden_size"] // heads)
+    query, gate = (tensors.get(f"layers.0.self_attn.{name}_proj.weight") for name in ("q", "g"))
+    if gate is not None and gate.shape:
+        return "head" if gate.shape[0] == heads else "element"
+    # Shapes are not known yet where only an index was read.
+    return "query" if query is not None and query.shape and query.shape[0] == 2 * size else None
 
 
 def slot_layout(fields: Fields, default: bool) -> bool:

@@ -10,7 +10,20 @@ from typing import Any
 import torch
 
 from ..configuration_drafter import DrafterConfig
-from . import deepseek_v4, deepspec, dspark, eagle3, gguf, modelopt, muse_glimmer, specforge, speculators, zlab
+from . import (
+    deepseek_v4,
+    deepspec,
+    dflash2,
+    dspark,
+    eagle3,
+    gguf,
+    laguna,
+    modelopt,
+    muse_glimmer,
+    specforge,
+    speculators,
+    zlab,
+)
 from .fields import draft_token_ids
 from .files import (
     FLOAT_TYPES,
@@ -29,6 +42,7 @@ from .files import (
     read_weight_map,
 )
 from .places import reading
+from .repacked import has_offset_norms, repacked, with_whole_norms
 from .unsupported import UNSUPPORTED, is_embedded, refuse_unsupported
 
 # In the order in which they are tried.
@@ -36,6 +50,8 @@ FORMATS: tuple[ModuleType, ...] = (
     dspark,
     deepseek_v4,
     eagle3,
+    dflash2,
+    laguna,
     speculators,
     modelopt,
     deepspec,
@@ -57,6 +73,7 @@ PREFIXES = {
     "model.": "",
     "logit_head.": "",
     "midlayer.": "layers.0.",
+    "aux_hidden_norms.": "fc_norm.",
     "markov_w1.": "markov_head.markov_w1.",
     "markov_w2.": "markov_head.markov_w2.",
     "gate_proj.": "markov_head.gate_proj.",
@@ -209,7 +226,8 @@ def open_source(
             f"The masked slots of {path} start from a vector in {zlab.MASK_PICKLE}, without which it drafts nonsense. Pickle "
             "files are not read: put the vector into the safetensors file as 'mask_embedding.weight'."
         )
-    return SafetensorsSource(raw, tensors), reader
+    source = repacked(path, SafetensorsSource(raw, tensors))
+    return (with_whole_norms(source) if has_offset_norms(raw, renamed) else source), reader
 
 
 def own_part(reader: ModuleType, by_name: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,25 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSpar
         ValueError: when the taps are missing, or the head is a recurrent one whose anchor does not predict: its recurrence
             starts at the anchor there, and at the first predicted slot here.
     """
+    options: dict[str, Any] = {}
+    if config.get("sliding_window_non_causal"):
+        options["is_causal"] = False
+    read = flat_config(flattened(config), tensors, sample_from_anchor=False, **options)
+    if read.markov_rank and read.markov_head_type == "rnn" and not read.sample_from_anchor:
+        raise ValueError(
+            "This drafter's recurrent head starts at the anchor's slot although that slot predicts nothing, which is not "
+            "supported. Drafters with a vanilla or gated head, or with sample_from_anchor, are."
+        )
+    return read
+
+
+def flattened(config: dict[str, Any]) -> dict[str, Any]:
+    """
+    The fields of a speculators file at one level, with taps counted as `target_layer_ids` counts them.
+
+    Raises:
+        ValueError: when the taps are missing.
+    """
     layers = decoder_fields(config.get("transformer_layer_config"))
     inputs = config.get("aux_hidden_state_layer_ids")
     if not isinstance(inputs, list):
@@ -42,21 +61,15 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSpar
         )
     rope = layers.get("rope_parameters") or {}
     own = {name: value for name, value in config.items() if name != "transformer_layer_config"}
-    own |= {
-        "target_layer_ids": [layer_id - 1 for layer_id in inputs],
-        "rope_parameters": rope.get("sliding_attention") or rope,
-        "target_name_or_path": verifier(config),
-    }
-    options: dict[str, Any] = {}
-    if config.get("sliding_window_non_causal"):
-        options["is_causal"] = False
-    read = flat_config(layers | own, tensors, sample_from_anchor=False, **options)
-    if read.markov_rank and read.markov_head_type == "rnn" and not read.sample_from_anchor:
-        raise ValueError(
-            "This drafter's recurrent head starts at the anchor's slot although that slot predicts nothing, which is not "
-            "supported. Drafters with a vanilla or gated head, or with sample_from_anchor, are."
-        )
-    return read
+    return (
+        layers
+        | own
+        | {
+            "target_layer_ids": [layer_id - 1 for layer_id in inputs],
+            "rope_parameters": rope.get("sliding_attention") or rope,
+            "target_name_or_path": verifier(config),
+        }
+    )
 
 
 def decoder_fields(layers: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .files import TensorInfo
+from .repacked import is_unread
 
 Test = Callable[[dict[str, Any], dict[str, TensorInfo]], bool]
 
@@ -59,30 +60,11 @@ def is_embedded(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
     return declared and any(info.name.startswith("mtp.") for info in tensors.values())
 
 
-def is_quantized(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
-    packed = (".weight_scale", ".weight_packed", ".weight_zero_point", ".qweight", ".scales")
-    return bool(config.get("quantization_config")) or any(
-        packing in i.name for i in tensors.values() for packing in packed
-    )
-
-
-def has_gated_queries(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
-    """Qwen3.5's attention: the query projection also computes an output gate, so it is twice as wide."""
-    query, output = (tensors.get(f"layers.0.self_attn.{name}_proj.weight") for name in ("q", "o"))
-    # Shapes are unknown if only the index of the shards was read.
-    return query is not None and output is not None and query.shape != () and query.shape[0] == 2 * output.shape[-1]
-
-
 def is_speculators_kind(kind: str) -> Test:
     return lambda config, tensors: config.get("speculators_model_type") == kind
 
 
 UNSUPPORTED = (
-    Unsupported(
-        "DFlash2",
-        either(named("DFlash2DraftModel"), with_tensor("candidate_selector."), is_speculators_kind("dflash2")),
-        "It would need DFlash2's convolutions in the layers and its candidate selector.",
-    ),
     Unsupported(
         "Domino", with_tensor("prefix_gru."), "It would need Domino's GRU over the prefix and its embedding projection."
     ),
@@ -102,20 +84,23 @@ UNSUPPORTED = (
         "It would need the log-SNR embedding that is added to the block's inputs.",
     ),
     Unsupported(
-        "Qwen3.5-style DSpark",
-        either(named("Qwen35DSparkModel"), has_gated_queries),
-        "It would need an output gate in the attention and norms that scale by 1 + weight.",
+        "P-EAGLE",
+        either(is_speculators_kind("peagle"), with_tensor("mask_hidden")),
+        "It drafts all tokens of a chain in one pass, from a learned state for each token that is not known yet. That would need "
+        "a candidate generator of its own.",
     ),
     Unsupported(
-        "Gemma-norm",
-        lambda config, tensors: bool(config.get("use_gemma_norm")),
-        "Its norms would need an offset of 1 on their weights.",
+        "DFly",
+        either(
+            named("Qwen3DFlyModel", "DFlyDraftModel"), with_tensor("layer_fusion_weights"), is_speculators_kind("dfly")
+        ),
+        "It would need DFly's fusion of the taps layer by layer, and its correction of hidden states by the token before.",
     ),
     Unsupported(
         "quantized",
-        is_quantized,
-        "Only drafters in F32, F16 or BF16 are loaded: load its unquantized sibling, or dequantize it with the tool that "
-        "made it (NVFP4: NVIDIA ModelOpt).",
+        is_unread,
+        "FP8, NVFP4 and compressed-tensors' INT4 weights are unpacked; these are of another packing (GPTQ, AWQ, bitsandbytes, "
+        "zero points): load its unquantized sibling, or dequantize it with the tool that made it.",
     ),
 )
 

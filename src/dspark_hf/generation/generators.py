@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from ..drafter import Drafter
+from ..kinds.dflash2.modeling_dflash2 import DFlash2Drafter
 from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from ..kinds.eagle3.modeling_eagle3 import Eagle3Drafter
 from .candidate_generator import DrafterCandidateGenerator
+from .dflash2_candidate_generator import DFlash2CandidateGenerator
 from .dspark_candidate_generator import DSparkCandidateGenerator
 from .eagle3_candidate_generator import Eagle3CandidateGenerator
 
 GENERATORS: dict[type[Drafter], type[DrafterCandidateGenerator]] = {
     DSparkDrafter: DSparkCandidateGenerator,
+    DFlash2Drafter: DFlash2CandidateGenerator,
     Eagle3Drafter: Eagle3CandidateGenerator,
 }
 

@@ -225,6 +225,10 @@ class DeepseekV4DecoderLayer(GradientCheckpointingLayer):
         self.attn_hc = HyperConnection(config)
         self.ffn_hc = HyperConnection(config)
 
+    def key_values(self, context: torch.Tensor, angles: RotaryAngles) -> KeyValues:
+        """Keys and values of projected context `[B, T, D]`, as of [`DeepseekV4Attention`]."""
+        return self.self_attn.key_values(context, angles)
+
     def forward(
         self,
         streams: torch.Tensor,

@@ -177,6 +177,7 @@ class DSparkConfig(BlockDrafterConfig, DecoderDrafterConfig):
     Args:
         is_causal (`bool`, *optional*):
             Whether block slots see only earlier slots. `None`: sliding layers are causal, full layers are not.
+        norm_context (`bool`): A layer's input norm applies to the projected context too, before its keys and values (Laguna).
         sandwich_norms (`bool`): Norms before and after both attention and MLP (Gemma), instead of before only.
         layer_scalar (`bool`): Each layer ends by multiplying with its stored scalar.
         layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer.
@@ -210,6 +211,7 @@ class DSparkConfig(BlockDrafterConfig, DecoderDrafterConfig):
     num_hidden_layers: int = 5
     layer_types: list[str] = FILLED_IN
     sliding_window: int | None = None
+    norm_context: bool = False
     sandwich_norms: bool = False
     layer_scalar: bool = False
 

@@ -21,6 +21,7 @@ from ...layers import (
     DSparkRotaryEmbedding,
     KeyValues,
     RotaryAngles,
+    TapNorms,
 )
 from ...masks import anchor_mask, anchor_mask_mod, as_attention_argument, drafting_mask
 from ...modeling_drafter import DrafterOutput
@@ -46,6 +47,10 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
             self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.layer_scalar:
             self.register_buffer("layer_scalar", torch.ones(1))
+
+    def key_values(self, context: torch.Tensor, angles: RotaryAngles) -> KeyValues:
+        """Keys and values `[B, H_kv, T, head_dim]` of projected context `[B, T, D]`."""
+        return self.self_attn.key_values(self.input_layernorm(context) if self.config.norm_context else context, angles)
 
     def forward(
         self,
@@ -98,8 +103,9 @@ class DSparkDrafter(Drafter):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
-        width = len(config.target_layer_ids) * config.target_hidden_size
-        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        tap_norms = (config.num_taps, config.target_hidden_size, config.rms_norm_eps)
+        self.fc_norm = TapNorms(*tap_norms) if config.fc_norm else None
+        self.fc = nn.Linear(config.num_taps * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.make_layers(config)
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -165,6 +171,7 @@ class DSparkDrafter(Drafter):
             "sliding layers": "sliding_attention" in config.layer_types,
             "causal layers": any(map(config.layer_is_causal, range(config.num_hidden_layers))),
             "a learned vector at masked slots": config.has_mask_embedding,
+            "gates or norms of its own": bool(config.attention_gate) or config.fc_norm or config.norm_context,
         }
         logits = {
             "a sequential head": self.markov_head is not None,
@@ -178,7 +185,8 @@ class DSparkDrafter(Drafter):
 
     def project_context(self, context_features: torch.Tensor) -> torch.Tensor:
         """`H_ctx` `[B, T, D]` from the concatenated tapped hidden states `[B, T, m * D_target]`."""
-        return self.hidden_norm(self.fc(context_features.to(self.fc.weight.dtype)))
+        features = context_features.to(self.fc.weight.dtype)
+        return self.hidden_norm(self.fc(features if self.fc_norm is None else self.fc_norm(features)))
 
     def extend_cache(
         self,
@@ -203,11 +211,11 @@ class DSparkDrafter(Drafter):
         if projection is not None:
             cache.append_stacked(*projection(context, angles), position_ids, counts)
             return
-        cache.append([layer.self_attn.key_values(context, angles) for layer in self.layers], position_ids, counts)
+        cache.append([layer.key_values(context, angles) for layer in self.layers], position_ids, counts)
 
     def context_projection(self) -> ContextProjection | None:
         """The layers' projections of context as one, with their weights as they are now; `None` where they are not plain."""
-        return ContextProjection.of([layer.self_attn for layer in self.layers])
+        return None if self.config.norm_context else ContextProjection.of([layer.self_attn for layer in self.layers])
 
     def forward(
         self,
@@ -323,7 +331,7 @@ class DSparkDrafter(Drafter):
         if position_ids is None:
             position_ids = torch.arange(context.shape[1], device=context.device)[None]
         angles = self.rotary_emb(context, position_ids)
-        return [layer.self_attn.key_values(context, angles) for layer in self.layers]
+        return [layer.key_values(context, angles) for layer in self.layers]
 
     def attention_arguments(
         self, mask: Any, positions: torch.Tensor, cache: DraftCache | None, dtype: torch.dtype

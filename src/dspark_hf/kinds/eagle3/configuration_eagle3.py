@@ -23,8 +23,7 @@ class Eagle3Config(DecoderDrafterConfig):
             Tapped layers are fused into a state. `False`: the state is the target's last one, after its final norm.
         norm_before_residual (`bool`):
             The residual stream of the layer starts from the normed state instead of the state itself.
-        norm_before_fc, fc_norm (`bool`):
-            A norm before the taps are fused: over all of them together, or over each.
+        norm_before_fc (`bool`): A norm over all taps together before they are fused.
         norm_output (`bool`): The state handed to the next step is the normed one that the logits come from.
 
     The remaining arguments are those of [`~dspark_hf.configuration_drafter.DecoderDrafterConfig`] and
@@ -42,7 +41,6 @@ class Eagle3Config(DecoderDrafterConfig):
 
     norm_before_residual: bool = False
     norm_before_fc: bool = False
-    fc_norm: bool = False
     norm_output: bool = False
     taps_from_depth: bool = False
     use_aux_hidden_state: bool = True

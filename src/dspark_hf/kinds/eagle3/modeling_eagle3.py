@@ -26,6 +26,7 @@ from ...layers import (
     DSparkRotaryEmbedding,
     KeyValues,
     RotaryAngles,
+    TapNorms,
 )
 from ...masks import as_attention_argument, chain_drafting_mask, chain_training_mask
 from ...modeling_drafter import DrafterOutput
@@ -87,8 +88,8 @@ class Eagle3Drafter(Drafter):
         super().__init__(config)
         width = config.num_taps * config.target_hidden_size
         self.input_norm = DSparkRMSNorm(width, config.rms_norm_eps) if config.norm_before_fc else None
-        tap_norms = [DSparkRMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(config.num_taps)]
-        self.fc_norm = nn.ModuleList(tap_norms) if config.fc_norm else None
+        tap_norms = (config.num_taps, config.target_hidden_size, config.rms_norm_eps)
+        self.fc_norm = TapNorms(*tap_norms) if config.fc_norm else None
         self.fc = nn.Linear(width, config.hidden_size, bias=False) if config.use_aux_hidden_state else None
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])  # type: ignore[assignment]
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -108,8 +109,7 @@ class Eagle3Drafter(Drafter):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            taps = features.split(self.config.target_hidden_size, dim=-1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
+            features = self.fc_norm(features)
         return features if self.fc is None else self.fc(features)
 
     def handed_on(self, states: torch.Tensor) -> torch.Tensor:
