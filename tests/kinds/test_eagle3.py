@@ -89,9 +89,7 @@ def test_it_is_not_exported_as_a_block_drafter(drafter, tmp_path):
 def test_it_is_inspected_as_what_it_is(drafter, tmp_path):
     drafter.save_pretrained(tmp_path)
     found = inspect_checkpoint(tmp_path)
-    assert found.engines == {} and found.oddities == [
-        "it taps the target's last layer, whose output transformers gives after the final norm and others before it"
-    ]
+    assert found.engines == {} and len(found.oddities) == 1 and "taps the target's last layer" in found.oddities[0]
     assert "method: EAGLE-3" in str(found) and "drafts: one after the other, up to 4 per round" in str(found)
     assert "(llama)" in str(found) and "Markov" not in str(found)
 
