@@ -4,11 +4,11 @@ import functools
 from pathlib import Path
 
 import pytest
+import tiny_deepseek_v4 as v4
 import torch
 from transformers import PreTrainedModel
 
 import tiny
-import tiny_deepseek_v4 as v4
 from dspark_hf import DeepseekV4Drafter, DeepseekV4DrafterConfig, Drafter, record_speculation
 from dspark_hf.embeddings import SharedEmbeddings
 from dspark_hf.generation.candidate_generator import DrafterCandidateGenerator
@@ -163,9 +163,7 @@ def test_confidences_decide_how_much_is_verified(embedded: Drafter):
     answer = plain(9)
     counts = []
     for threshold in (0.0, 0.5, 0.9, 1.0):
-        output, stats = speculated(
-            embedded, **tiny.prompt(9), **GREEDY, assistant_confidence_threshold=threshold
-        )
+        output, stats = speculated(embedded, **tiny.prompt(9), **GREEDY, assistant_confidence_threshold=threshold)
         assert torch.equal(output, answer)
         counts.append(sum(r.verified for r in stats.rounds) / len(stats.rounds))
     assert counts[0] > 4 and counts == sorted(counts, reverse=True) and counts[-1] < 1

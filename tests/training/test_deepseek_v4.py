@@ -1,13 +1,13 @@
 """Training DeepSeek-V4's kind of drafter: the same numbers as in drafting, and a loss that falls."""
 
 import pytest
+import tiny_deepseek_v4 as v4
 import torch
 
 import tiny
-import tiny_deepseek_v4 as v4
 from dspark_hf import DeepseekV4Drafter, DeepseekV4DrafterConfig, Drafter
+from dspark_hf.tapping import Tap
 from dspark_hf.training import add_lora, warm_start
-from dspark_hf.transformers_names import context_features
 
 pytestmark = pytest.mark.integration
 
@@ -25,8 +25,9 @@ def test_many_anchors_at_once_are_blocks_one_by_one():
     ids = tiny.prompt(24, num_rows=2)["input_ids"]
     attention_mask = torch.ones_like(ids)
     attention_mask[1, 20:] = 0
-    raw = target(input_ids=ids, output_hidden_states=True, use_cache=False)
-    features = context_features(raw, drafter.config.hidden_state_indices)
+    tap = Tap(target, drafter.config.hidden_state_indices)
+    with tap.reading():
+        features = tap.features(target(input_ids=ids, output_hidden_states=tap.argument, use_cache=False))
     anchors, keep = torch.tensor([[0, 3, 17], [9, 15, 0]]), torch.tensor([[True] * 3, [True, True, False]])
     inputs = drafter.training_inputs(ids, attention_mask, anchors, keep)
     together = drafter(**inputs, context_features=features, embeddings=embeddings).last_hidden_state
@@ -71,7 +72,7 @@ def test_lora(make_trainer, rows):
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     adapted = add_lora(drafter, 2, ["q_a_proj", "q_b_proj", "kv_proj", "o_b_proj"])
     assert set(adapted.peft_config["default"].modules_to_save) == {"markov_head", "confidence_head"}
-    make_trainer(adapted, target, rows=rows(4), max_steps=1, learning_rate=1e-2).train()
+    make_trainer(adapted, target, rows=rows(4), max_steps=3, learning_rate=1e-2).train()
     state = adapted.state_dict()
     learnt = [name for name, tensor in state.items() if "lora_B" in name and tensor.any()]
     assert len(learnt) == 3 * 4

@@ -22,6 +22,7 @@ from ..kinds.deepseek_v4.configuration_deepseek_v4 import (
     rotated_channels,
 )
 from .files import FLOAT_TYPES, TensorInfo, printable
+from .repacked import fp4_numbers
 from .unsupported import Unsupported, is_embedded, with_tensor
 
 NAME = "DeepSeek-V4"
@@ -30,8 +31,6 @@ STAGE = re.compile(r"mtp\.(\d+)\.(.+)")
 EXPERT = re.compile(r"ffn\.experts\.(\d+)\.(w[123])\.weight")
 
 FP8_BLOCK, FP4_BLOCK = 128, 32
-# What an FP4 code stands for (e2m1).
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # The checkpoint's names in a stage and the drafter's in a layer.
 STAGE_NAMES = {
@@ -346,8 +345,5 @@ def unpack_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_fp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Packed FP4 weights `[O, I / 2]`, the first of two in the low bits, with a scale for 32 inputs: `[O, I]` in bfloat16."""
-    codes = weight.view(torch.uint8)
-    codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    values = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)[codes.int()]
-    return values * scale.to(torch.bfloat16).repeat_interleave(FP4_BLOCK, -1)
+    """Packed FP4 weights `[O, I / 2]` with a scale for 32 inputs, in bfloat16 `[O, I]`."""
+    return fp4_numbers(weight) * scale.to(torch.bfloat16).repeat_interleave(FP4_BLOCK, -1)

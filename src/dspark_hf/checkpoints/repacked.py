@@ -236,14 +236,19 @@ def _nvfp4(stored: dict[str, TensorInfo], packed: Shape, dtype: torch.dtype) -> 
     weight = "weight" if "weight" in stored else "weight_packed"
 
     def unpack(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        codes = tensors[weight]
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        values = torch.tensor(FP4_VALUES)[codes.int()]
+        values = fp4_numbers(tensors[weight]).float()
         factor = tensors[whole].float().flatten()
         scales = tensors[name].float() * factor if whole == "weight_scale_2" else tensors[name].float() / factor
         return (values * scales.repeat_interleave(NVFP4_GROUP, -1)).to(dtype)
 
     return shape, unpack
+
+
+def fp4_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """What packed FP4 codes `[O, I / 2]` stand for, the first of two in the low bits: `[O, I]` in bfloat16."""
+    codes = packed.view(torch.uint8)
+    codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return torch.tensor(FP4_VALUES, dtype=torch.bfloat16)[codes.int()]
 
 
 def _int4(stored: dict[str, TensorInfo], packed: Shape, dtype: torch.dtype) -> tuple[Shape, Unpack]:
