@@ -78,7 +78,7 @@ def benchmark(folder: Path) -> dict:
 
 
 def describe(folder: Path) -> None:
-    """Everything that can lie beside the weights."""
+    """All companion files of the weights."""
     TrainingSummary(
         command=f"dspark-hf train --hub_token {TOKEN} --out runs/a",
         data="Ten thousand sums.",
@@ -198,9 +198,9 @@ def test_the_token_is_nowhere(hub: Hub, drafter, tmp_path: Path, caplog: pytest.
     hub.fail("POST", "/commit/", 500)
     for _ in range(2):
         with pytest.raises((HfHubHTTPError, RuntimeError)) as refused:
-            drafter.push_to_hub(NAME, token=TOKEN, private=True, beside=tmp_path)
+            drafter.push_to_hub(NAME, token=TOKEN, private=True, companion_folder=tmp_path)
         said += [str(refused.getrepr(style="short")), repr(refused.value)]
-    drafter.push_to_hub(NAME, token=TOKEN, beside=tmp_path)
+    drafter.push_to_hub(NAME, token=TOKEN, companion_folder=tmp_path)
     pull(tmp_path, token=TOKEN)
     with pytest.raises(OSError, match="other") as refused:
         pull(tmp_path, name=f"{USER}/other", token=TOKEN)
@@ -218,7 +218,7 @@ def test_the_card_says_what_is_known(hub: Hub, drafter, tmp_path: Path):
     hub.create("maker/target").commit("main", {"README.md": b"---\nlicense: mit\n---\n"}, "card")
     describe(tmp_path)
     drafter.config.confidence_temperatures = TEMPERATURES
-    drafter.push_to_hub(NAME, token=TOKEN, beside=tmp_path, tags=["mine"])
+    drafter.push_to_hub(NAME, token=TOKEN, companion_folder=tmp_path, tags=["mine"])
     card = card_of(hub)
     assert card.data.base_model == "maker/target" and card.data.to_dict()["base_model_relation"] == "adapter"
     assert card.data.license == "mit" and card.data.library_name == "dspark-hf"

@@ -141,7 +141,7 @@ class Drafter(DrafterModel):
             write_custom_generate(save_directory)
         if push_to_hub and is_main_process:
             kwargs |= {"include_embeddings": include_embeddings, "format": format, "custom_generate": custom_generate}
-            hub = {"repo_id": Path(save_directory).name, "beside": save_directory} | hub
+            hub = {"repo_id": Path(save_directory).name, "companion_folder": save_directory} | hub
             self.push_to_hub(state_dict=state_dict, **hub, **kwargs)
         return written
 
@@ -177,7 +177,7 @@ class Drafter(DrafterModel):
         tags: list[str] | None = None,
         base_model: str | None = None,
         license: str | None = None,
-        beside: Any = None,
+        companion_folder: Any = None,
         **kwargs: Any,
     ) -> CommitInfo:
         """
@@ -196,7 +196,7 @@ class Drafter(DrafterModel):
                 The target's name on the Hub, under which the drafter is listed; the configuration's
                 `target_name_or_path` by default.
             license (`str`, *optional*): The drafter's licence; by default the target's.
-            beside: The folder of `training.json` and the other files; by default the one the drafter was loaded from.
+            companion_folder: The folder of `training.json` and the other files; by default the one the drafter was loaded from.
             kwargs: As in [`~Drafter.save_pretrained`]: `format`, `include_embeddings`, `max_shard_size`, and
                 `custom_generate=True` for the code that `generate(custom_generate=repo_id)` runs.
 
@@ -209,7 +209,7 @@ class Drafter(DrafterModel):
             return {} if written is None else {e: launch_command(e, self.config, repo_id) for e in written.launch}
 
         commit = Commit(repo_id, private, token, revision, create_pr, commit_message, commit_description)
-        return push(self, commit, write, beside, tags=tags or (), base_model=base_model, license=license)
+        return push(self, commit, write, companion_folder, tags=tags or (), base_model=base_model, license=license)
 
 
 # Keyword arguments of `save_pretrained` that belong to the push.

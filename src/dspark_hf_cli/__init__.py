@@ -1,9 +1,8 @@
 """
 The `dspark-hf` command: one file per command.
 
-This is a package of its own beside `dspark_hf`, because importing `dspark_hf` imports torch and transformers (that import is
-what makes `generate` know drafters). Files here import such packages only inside the functions that need them, so that
-`--help` and `--version` answer at once.
+It is a separate package, because importing `dspark_hf` imports torch and transformers, which takes seconds. Files here import
+such packages only inside the functions that need them, so that `--help` and `--version` answer immediately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands, gathered."""
+"""The command line with all commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .train import train
 
 
 def with_dashes(name: str) -> str:
-    """The spelling of options, commands and choices: `--max_new_tokens` is taken for `--max-new-tokens`."""
+    """Normalises options, commands and choices, so that `--max_new_tokens` means `--max-new-tokens`."""
     return name.replace("_", "-")
 
 

@@ -70,7 +70,7 @@ def bench(
         typer.Option(
             "--dflash/--no-dflash",
             rich_help_panel=MEASUREMENT,
-            help="Also measure transformers' own DFlash generation, for drafters that it can use.",
+            help="Also measure transformers' DFlash generation, for drafters that it can use.",
         ),
     ] = True,
     check: Check = 4,

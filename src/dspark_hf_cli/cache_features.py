@@ -70,8 +70,8 @@ def cache_features(
         typer.Option(
             "--normalizers",
             rich_help_panel=OUTPUT,
-            help="Also cache two numbers per token that spare training the full logits of the target when the drafter has a "
-            "reduced vocabulary: 12 bytes per token.",
+            help="Also cache two numbers per token (12 bytes), so that training a drafter with a reduced vocabulary does not need "
+            "the target's full logits.",
         ),
     ] = False,
     positions: Annotated[
@@ -150,14 +150,14 @@ def cache_features(
 
 
 def config_of_drafter(drafter: str) -> DrafterConfig:
-    """The configuration of a drafter, whose weights are not loaded."""
+    """The configuration of a drafter, without loading its weights."""
     from dspark_hf.checkpoints import read_checkpoint
 
     return read_checkpoint(drafter, None, {}).config
 
 
 def config_for(target: str, target_layer_ids: list[int] | None, block_size: int, normalizers: bool) -> DrafterConfig:
-    """What to cache of a target for which there is no drafter yet, as the configuration of one."""
+    """A configuration that says what to cache for a target that has no drafter yet."""
     from dspark_hf.configuration_drafter import DrafterConfig
     from dspark_hf.loading import load_target_config
 
@@ -170,7 +170,7 @@ def config_for(target: str, target_layer_ids: list[int] | None, block_size: int,
 
 
 def size_in_words(plan: CachePlan, rows: list[dict[str, Any]]) -> str:
-    """How much disk a cache takes, and how much with other --positions."""
+    """The size of a cache, and its size with other --positions."""
     from dataclasses import replace
 
     from dspark_hf.training.features import amount

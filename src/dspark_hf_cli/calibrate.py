@@ -40,7 +40,7 @@ def calibrate(
         typer.Option(
             "--in-place",
             rich_help_panel=OUTPUT,
-            help="Write the temperatures into the drafter's own folder instead of a copy of it.",
+            help="Write the temperatures into the drafter's folder instead of a copy of it.",
         ),
     ] = False,
     min_rounds: Annotated[
@@ -64,10 +64,10 @@ def calibrate(
     """
     Calibrate a drafter's confidence: Sequential Temperature Scaling.
 
-    Decodes prompts, which should be others than those of training, and verifies every draft. Then it fits a temperature for
-    each slot, so that a confidence of 0.8 means that 80 % of such drafts are accepted. The temperatures become part of the
-    drafter's configuration: that of a copy in `drafter` of the output folder or, with --in-place, of the drafter itself.
-    Also written: `calibration.json`, `reliability.png`, and `records.jsonl`, from which an interrupted run resumes.
+    Decodes prompts, which should not be training prompts, and verifies every draft. Then it fits a temperature for each slot,
+    so that a confidence of 0.8 means that 80 % of such drafts are accepted. The temperatures are written to the configuration
+    of a copy of the drafter, in the folder `drafter` of the output folder, or to the drafter itself with --in-place. Also
+    written: `calibration.json`, `reliability.png`, and `records.jsonl`, from which an interrupted run resumes.
     """
     import json as json_module
 
@@ -87,7 +87,7 @@ def calibrate(
     loaded = load_drafter(drafter)
     if not loaded.config.gives_confidence:
         raise typer.BadParameter(f"'{drafter}' has no confidence head, so there is nothing to calibrate.")
-    loaded.config.confidence_temperatures = None  # What is fitted replaces what was there.
+    loaded.config.confidence_temperatures = None  # Old temperatures must not affect the new ones.
     model, tokenizer = load_target(target, dtype, device, threads)
     rounds = _collect(model, tokenizer, attach(loaded, model), loaded_tasks, settings, output, others)
     num_slots = loaded.config.num_draft_tokens
@@ -112,7 +112,7 @@ def _collect(
     output: Path,
     names: dict[str, str],
 ) -> list[Any]:
-    """Rounds in which every draft was verified, those of an earlier run included."""
+    """Rounds in which every draft was verified, including those of an interrupted run."""
     from dspark_hf.evaluation.methods import calibration_method
 
     from .running import measured_run
@@ -125,8 +125,7 @@ def _collect(
 def _check_in_place(drafter: str) -> None:
     """
     Raises:
-        typer.BadParameter: when the drafter is not a folder in this library's format, whose configuration has a place for
-            temperatures.
+        typer.BadParameter: when the drafter is not a folder in this library's format; other formats cannot store temperatures.
     """
     from transformers import PreTrainedConfig
 
@@ -141,7 +140,7 @@ def _check_in_place(drafter: str) -> None:
 
 
 def _write(drafter: str, calibration: Calibration, output: Path, in_place: bool) -> Path:
-    """Puts the temperatures where `from_pretrained` finds them; the dtype of the weights stays."""
+    """Writes the temperatures to the drafter or a copy, without changing the dtype of the weights; returns the folder."""
     from transformers import AutoConfig
 
     from dspark_hf.drafter import Drafter

@@ -19,7 +19,7 @@ def chat(
     drafter: Drafter,
     system: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", rich_help_panel=ANSWERS, help="System message that stands before the first turn."),
+        typer.Option(metavar="TEXT", rich_help_panel=ANSWERS, help="System message before the first turn."),
     ] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -38,11 +38,11 @@ def chat(
     threads: Threads = None,
 ) -> None:
     """
-    Chat with the target in the terminal; drafted tokens have a colour of their own.
+    Chat with the target in the terminal; drafted tokens are shown in a different colour.
 
-    `/plain` switches the drafter off and on, so that you can feel the difference; `/clear` starts a new conversation; `/quit`
-    or the end of the input ends the program. If input or output is not a terminal, each line of input is a turn, answers are
-    plain text on standard output, and their speed is on standard error.
+    `/plain` switches the drafter off and on, to compare the speed; `/clear` starts a new conversation; `/quit` or the end of
+    the input ends the program. If input or output is not a terminal, each line of input is a turn, answers are plain text on
+    standard output, and their speed is on standard error.
     """
     from .loading import attach, load_drafter, load_target
 
@@ -65,7 +65,7 @@ def chat(
 
 
 def _obey(session: ChatSession, line: str) -> None:
-    """Does what a line of input says: a command, or a turn of the conversation."""
+    """Executes a line of input: a command, or a turn of the conversation."""
     from rich.console import Console
 
     from .chat_session import interruptible, show_help, unknown_command

@@ -36,13 +36,13 @@ HELP = (
 
 
 def show_help(console: Console) -> None:
-    """Prints what the colours mean, in these colours, and what can be typed."""
+    """Prints a legend of the colours, and the commands."""
     console.print(Text.assemble(("drafted tokens", DRAFTED_STYLE), ", ", ("the target's tokens", OWN_STYLE)))
     console.print(Text(HELP))
 
 
 def unknown_command(line: str) -> str:
-    """What to say about a line that looks like a command and is not one."""
+    """The message for a line that looks like a command but is not one."""
     word = line.split()[0]
     close = difflib.get_close_matches(word, COMMANDS, n=1)
     return f"Unknown command {word}. " + (
@@ -82,13 +82,13 @@ class StopWhen(StoppingCriteria):
 
 class ChatSession:
     """
-    A conversation and how it is answered.
+    A conversation with the target, with or without the drafter.
 
     Args:
         target, tokenizer, drafter: The models.
-        system: Message that stands before the first turn.
-        max_new_tokens, temperature, threshold: As the options.
-        live: Whether this is a terminal, where figures are shown while an answer grows.
+        system: System message before the first turn.
+        max_new_tokens, temperature, threshold: As the options of `chat`.
+        live: Whether to show the speed during an answer, which needs a terminal.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class PrintedAnswer(DraftTintStreamer):
 
     Args:
         tokenizer: Decodes the tokens.
-        stats: Filled while the answer is made.
+        stats: The statistics of the running call.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stats: SpeculationStats):
@@ -170,7 +170,7 @@ class PrintedAnswer(DraftTintStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         if not self._expects_prompt:
-            if not self.num_tokens:  # The prompt's pass gives the first token; the clock starts after it.
+            if not self.num_tokens:  # The first token comes from the pass over the prompt; the clock starts after it.
                 self._first_at = time.perf_counter()
             self.num_tokens += value.numel()
         super().put(value)
@@ -189,11 +189,11 @@ class PrintedAnswer(DraftTintStreamer):
 
 class LiveAnswer(PrintedAnswer):
     """
-    The same on a terminal: below the text, the figures so far, redrawn in place.
+    On a terminal, also shows speed and acceptance below the text while the answer grows.
 
-    Whole lines of the answer are printed once, above what is redrawn, so they scroll as any output does and a long
-    answer costs no more to show than its last line. Tokens drive the redrawing: a thread for it could come between
-    two lines that are being printed, and a line would be lost.
+    Complete lines of the answer are printed once, above the part that is redrawn, so they scroll like any output and the cost
+    of redrawing does not depend on the length of the answer. Each token triggers redrawing; a separate thread could write
+    between two lines that are being printed, and a line would be lost.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stats: SpeculationStats, console: Console | None = None):
@@ -235,7 +235,7 @@ class LiveAnswer(PrintedAnswer):
         status = Text(self.status(), style="dim").wrap(console, options.max_width)
         if line := self._line:
             wrapped = Text.assemble(*line).wrap(console, options.max_width)
-            # A line higher than the screen cannot be redrawn: its end is shown, and all of it once it is finished.
+            # A line that fills more than the screen cannot be redrawn: its end is shown, and all of it when it is complete.
             room = max(console.height - len(status) - 1, 1)
             yield from wrapped if self._is_finished else wrapped[-room:]
         yield from status

@@ -1,4 +1,4 @@
-"""How a command ends on an error: with one line that says what is wrong and what to do."""
+"""Ends a command on an error with one line that says what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from . import exit_codes
 
-# The base class of every complaint about wrong usage; typer has no public name for it.
+# The base class of all errors about wrong usage; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 TRACEBACK_VARIABLE = "DSPARK_HF_TRACEBACK"
@@ -21,8 +21,8 @@ TRACEBACK_VARIABLE = "DSPARK_HF_TRACEBACK"
 @contextlib.contextmanager
 def ending_with_a_line() -> Iterator[None]:
     """
-    Ends the program with one line and an exit code where an error can be foreseen. Other errors are mistakes of this
-    program and keep their traceback.
+    Ends the program on expected errors, with one line and an exit code. Other errors are bugs of this program and keep
+    their traceback.
     """
     try:
         yield
@@ -33,7 +33,7 @@ def ending_with_a_line() -> Iterator[None]:
             raise
         if (sentence := sentence_of(error)) is None:
             print(
-                "This is a mistake in dspark-hf, or an error that it does not know. Please report it with the output of "
+                "This is a bug in dspark-hf, or an unexpected error. Please report it with the output of "
                 "`dspark-hf env` and the lines that follow.",
                 file=sys.stderr,
             )
@@ -50,7 +50,7 @@ def _end(line: str, code: int) -> None:
 
 
 def sentence_of(error: Exception) -> str | None:
-    """What is wrong, in one line; `None` for an error that cannot be foreseen."""
+    """One line about an expected error; `None` for other errors."""
     text = _text_of(error)
     return None if text is None else " ".join(text.split())
 
@@ -72,7 +72,7 @@ def _text_of(error: Exception) -> str | None:
     return None
 
 
-# Their errors derive from Exception alone, and are about files, networks and templates.
+# Packages whose errors derive from Exception only, and concern files, networks and templates.
 _LIBRARIES = ("safetensors", "safetensors_rust", "jinja2", "datasets", "httpx", "httpx2", "huggingface_hub", "pyarrow")
 
 
@@ -88,10 +88,10 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _usage_text(error: Exception) -> str:
-    """typer's message, and where the right usage is found."""
+    """typer's message, with a reference to `--help`."""
     context = getattr(error, "ctx", None)
     has_hint = getattr(error, "param", None) is not None or getattr(error, "param_hint", None) is not None
-    # Without a parameter typer begins with "Invalid value: ", which tells nothing.
+    # If no parameter is concerned, typer's message begins with "Invalid value: ", which is left out.
     plain = type(error) is typer.BadParameter and not has_hint
     message = getattr(error, "message", str(error)) if plain else error.format_message()  # type: ignore[attr-defined]
     if possibilities := getattr(error, "possibilities", None):
@@ -103,7 +103,7 @@ def _usage_text(error: Exception) -> str:
 
 
 def _system_text(error: OSError) -> str:
-    """An error of the operating system, by its number."""
+    """The message for an error of the operating system, by its number."""
     file = f"'{error.filename}'" if error.filename is not None else "a file"
     if error.errno == errno.ENOSPC:
         return f"The disk is full, so {file} could not be written. Free some space, or choose another folder."

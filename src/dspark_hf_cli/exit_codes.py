@@ -1,4 +1,4 @@
-"""What the exit codes of a command mean."""
+"""The exit codes of commands."""
 
 ERROR = 1
 USAGE = 2

@@ -10,7 +10,7 @@ import typer
 
 from .options import ANSWERS, MODELS, Device, Dtype, Json, Revision, Subfolder
 
-# The prompts that the probe lets the target answer.
+# The prompts of the probe.
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -51,7 +51,7 @@ def inspect(
     """
     Show what a drafter is: file format, layers, slots, heads, anything unusual, and which engines can serve it.
 
-    Weights are not read; of a repository on the Hub only the configuration and the headers of the files are downloaded.
+    Weights are not read: from a repository on the Hub, only the configuration and the headers of the files are downloaded.
     """
     from dspark_hf.checkpoints import inspect_checkpoint
     from dspark_hf.kinds.probes import probe_of

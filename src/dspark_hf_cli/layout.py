@@ -1,4 +1,4 @@
-"""How `--help` looks: plain text, options in groups, and descriptions that are readable in a terminal of 80 columns."""
+"""The layout of `--help`: plain text, options in groups, and descriptions that are readable with 80 columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-# An option whose name and value are longer than this stands on a line of its own, its description below it.
+# If the name and value of an option are longer than this, its description starts on the next line.
 NAME_WIDTH = 26
 INDENT, GAP = "  ", "  "
 
@@ -62,14 +62,14 @@ def summary_of(command: Any) -> str:
 
 
 def name_of(parameter: Any, context: Any) -> str:
-    """Every spelling of an option, and what its value is called; of an argument, its name."""
+    """All spellings of an option with the name of its value; the name of an argument."""
     if parameter.param_type_name == "argument" and parameter.metavar:
         return str(parameter.metavar)
     return str(parameter.get_help_record(context)[0]).replace(" / ", ", ")
 
 
 def description_of(parameter: Any) -> str:
-    """What an option does, and its default."""
+    """The help text of an option, with its default."""
     notes = []
     if (variable := getattr(parameter, "envvar", None)) is not None:
         notes.append(f"environment variable {variable}")
@@ -81,7 +81,7 @@ def description_of(parameter: Any) -> str:
 
 
 def default_of(parameter: Any) -> str | None:
-    """The default of an option as it would be typed; `None` for one that is off or absent by default."""
+    """The default of an option as one would type it; `None` if it is off or absent by default."""
     default = parameter.default
     if isinstance(default, bool):
         if not parameter.secondary_opts:
@@ -95,7 +95,7 @@ def write_groups(formatter: Any, rows: Iterable[tuple[str, str, str]]) -> None:
     groups: dict[str, list[tuple[str, str]]] = {}
     for group, name, description in rows:
         groups.setdefault(group, []).append((name, description))
-    # What has no group, such as --help, comes last.
+    # Options without a group, such as --help, come last.
     for group in sorted(groups, key=lambda name: name in (OTHER_OPTIONS, OTHER_COMMANDS)):
         formatter.write(f"\n{group}:\n")
         for name, description in groups[group]:

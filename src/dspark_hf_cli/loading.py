@@ -1,4 +1,4 @@
-"""Models and tasks as the options name them. What takes long says on standard error what it is doing."""
+"""Loads the models and tasks that the options name, with messages about slow steps on standard error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """A line on standard error about what is going on; of several processes, only the first one says it."""
+    """Prints a line about the current step to standard error; with several processes, only in the first one."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
@@ -55,7 +55,7 @@ def load_language_model(name: str, like: PreTrainedModel, role: str) -> PreTrain
 
 
 def load_drafter(name: str) -> Drafter:
-    """A drafter. Commands load it before its target, which is larger, so that what is wrong with it shows soon."""
+    """Loads a drafter. Commands do so before loading its target, which is larger, so that errors are reported sooner."""
     say(f"Loading the drafter {name} ...")
     from dspark_hf import Drafter
 
@@ -76,7 +76,7 @@ def attach(drafter: Drafter, target: PreTrainedModel) -> Drafter:
 
 def check_dtype_and_device(dtype: str, device: str = "cpu") -> Any:
     """
-    The dtype that is meant, `"auto"` for that of the files.
+    The torch dtype for a name; `"auto"` stays as it is.
 
     Raises:
         typer.BadParameter: for a dtype or device that does not exist.
@@ -114,7 +114,7 @@ def load_tasks(names: str, max_prompts: int | None, seed: int) -> list[Task]:
 
 
 def labels_of(drafters: list[str]) -> list[str]:
-    """What drafters are called: the last part of the path or name; `dspark` when there is only one."""
+    """Labels for drafters: the last part of the path or name; `dspark` when there is only one."""
     if len(drafters) == 1:
         return ["dspark"]
     labels = [Path(name).name for name in drafters]

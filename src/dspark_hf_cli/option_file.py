@@ -1,4 +1,4 @@
-"""Options of a command from a YAML or JSON file, checked as those of the command line are."""
+"""Options of a command from a YAML or JSON file, checked like those on the command line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import typer
 
-# Where the context keeps values of a file that are not options of the command.
+# The key in the context for values of a file that are not options of the command.
 _OTHERS = "dspark_hf_cli.others"
 
 
 def from_file(context: typer.Context, file: Path | None) -> Path | None:
     """
-    Callback of an eager option that names a file: its values become the defaults of the command's options. Values of other
-    names are kept for [`other_settings`].
+    Callback of the option that names a file: the values in the file become the defaults of the command's options. Values with
+    other names are kept for [`other_settings`].
 
     Raises:
         typer.BadParameter: when the file cannot be read, or a value is not one that the option takes.
@@ -38,7 +38,7 @@ def from_file(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def names_of(option: Any) -> list[str]:
-    """The names by which a file can set an option: that of its variable, and its long spellings without dashes."""
+    """The names by which a file can set an option: the name of its parameter, and its long spellings without dashes."""
     spelled = [text.removeprefix("--").replace("-", "_") for text in option.opts if text.startswith("--")]
     return [option.name, *spelled]
 
@@ -48,7 +48,7 @@ def read_file(file: Path) -> dict[str, Any]:
     The values of an option file.
 
     Raises:
-        typer.BadParameter: when there is no such file, or it does not hold values by name.
+        typer.BadParameter: when the file does not exist, or does not contain values by name.
     """
     import yaml  # type: ignore[import-untyped]  # huggingface-hub and transformers need it too
 
@@ -66,7 +66,7 @@ def read_file(file: Path) -> dict[str, Any]:
 
 
 def _checked(context: typer.Context, option: Any, value: Any, file: Path) -> Any:
-    """The value as the command line would give it."""
+    """The value, converted and checked like one on the command line."""
     if option.multiple:
         value = [str(item) for item in (value if isinstance(value, list) else [value])]
     elif isinstance(value, list):
@@ -81,7 +81,7 @@ def _checked(context: typer.Context, option: Any, value: Any, file: Path) -> Any
 
 def other_settings(context: typer.Context) -> dict[str, Any]:
     """
-    Settings that are not options: those of the file, and those given as --set NAME=VALUE, which come first.
+    Settings that are not options: from the file and from --set NAME=VALUE, which has priority.
 
     Raises:
         typer.BadParameter: for one without a name.
@@ -101,7 +101,7 @@ def other_settings(context: typer.Context) -> dict[str, Any]:
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:
-    """The options that were given on the command line or in a file, by the names of their variables."""
+    """The options that were given on the command line or in a file, by the names of their parameters."""
     return {
         name: value
         for name, value in context.params.items()
@@ -110,7 +110,7 @@ def given_options(context: typer.Context) -> dict[str, Any]:
 
 
 def command_line(context: typer.Context, given: dict[str, Any], others: dict[str, Any]) -> str:
-    """The command that does the same again, with local files and folders by their last name alone."""
+    """The command line that repeats a run, with only the last part of local paths."""
     words = str(context.command_path).split()
     for option in context.command.params:
         if option.name not in given:
@@ -127,7 +127,7 @@ def command_line(context: typer.Context, given: dict[str, Any], others: dict[str
 
 
 def public(value: Any) -> str:
-    """A value without what is private about it: of a path that exists here, the last name."""
+    """A value without private information: only the last part of a path that exists here."""
     text = str(value)
     is_path = isinstance(value, Path) or Path(text).is_absolute() or Path(text).exists()
     return Path(text).name or text if is_path and text else text

@@ -44,8 +44,8 @@ def regenerate(
             min=1,
             metavar="N",
             rich_help_panel=DATA,
-            help="Instead of --prompts: let the target write N prompts itself, into a file beside --output whose name has "
-            "`.prompts` before its suffix.",
+            help="Instead of --prompts: let the target write N prompts, into a file next to --output whose name has `.prompts` "
+            "before its suffix.",
         ),
     ] = None,
     split: Split = "train",
@@ -72,7 +72,7 @@ def regenerate(
             min=1,
             metavar="N",
             rich_help_panel=ANSWERS,
-            help="Longest response, in tokens. By default what the target's generation config says, or 512.",
+            help="Longest response, in tokens. By default that of the target's generation config, or 512.",
         ),
     ] = None,
     temperature: Annotated[
@@ -81,7 +81,7 @@ def regenerate(
             min=0.0,
             metavar="T",
             rich_help_panel=ANSWERS,
-            help="Sampling temperature; 0 decodes greedily. By default what the target's generation config says.",
+            help="Sampling temperature; 0 decodes greedily. By default that of the target's generation config.",
         ),
     ] = None,
     top_k: Annotated[
@@ -90,7 +90,7 @@ def regenerate(
             min=0,
             metavar="N",
             rich_help_panel=ANSWERS,
-            help="Sample among the N likeliest tokens; 0 for all. By default what the target's generation config says.",
+            help="Sample among the N likeliest tokens; 0 for all. By default that of the target's generation config.",
         ),
     ] = None,
     top_p: Annotated[
@@ -100,8 +100,8 @@ def regenerate(
             max=1.0,
             metavar="P",
             rich_help_panel=ANSWERS,
-            help="Sample among the likeliest tokens that together have the probability P. By default what the target's "
-            "generation config says.",
+            help="Sample among the likeliest tokens that together have the probability P. By default that of the target's "
+            "generation config.",
         ),
     ] = None,
     seed: Seed = 0,
@@ -177,10 +177,10 @@ def _check_before_loading(
     target: str, dtype: str, settings: RegenerationSettings, output: Path, rows: list[dict[str, Any]], start: int
 ) -> None:
     """
-    Finds what would end the run after the target was loaded.
+    Checks, before the target is loaded, for errors that would end the run later.
 
     Args:
-        rows: The prompts; empty where the target is to write them.
+        rows: The prompts; empty if the target writes them.
     """
     from dspark_hf.responses.self_prompting import prompt_settings
     from dspark_hf.responses.settings import origin_before_loading
@@ -202,7 +202,7 @@ def _writer(
     device: str | None,
     threads: int | None,
 ) -> ResponseWriter:
-    """What answers: the target here, or a server."""
+    """The object that answers prompts: with the target here, or with a server."""
     if server is not None:
         from dspark_hf.responses import ServerRegenerator
 
@@ -215,7 +215,7 @@ def _writer(
 
 
 def _self_prompts(writer: Any, number: int, output: Path, settings: RegenerationSettings) -> Path:
-    """A file of prompts by the target, beside the responses."""
+    """Lets the target write prompts, into a file next to the responses; returns its path."""
     from dspark_hf.responses.self_prompting import prompt_settings, self_prompt
 
     path = _prompts_beside(output)

@@ -1,4 +1,4 @@
-"""What the measuring commands have in common: run with progress shown, then report."""
+"""The common part of the measuring commands: making measurements with a progress bar, then reporting."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def run(
     profile: bool = False,
 ) -> dict[str, Any]:
     """
-    Measures what is not measured yet, with progress on standard error.
+    Makes the missing measurements of a run, with progress on standard error.
 
     Args:
         target, tokenizer, methods, tasks, settings: As for [`~dspark_hf.evaluation.run_bench`].
         output: Folder of the run.
-        others: What else the measurements depend on.
-        num_checks: Prompts whose greedy answers are compared with those of plain `generate` where sampling is measured.
+        others: Other settings that the measurements depend on, for the note next to the file.
+        num_checks: Prompts whose greedy answers are compared with those of plain `generate`, in a run that measures sampling.
         profile: Also measure where the time of a round goes.
 
     Returns:
@@ -63,7 +63,7 @@ def measured_run(
     num_checks: int = 0,
 ) -> Iterator[tuple[dict[str, Any], RecordFile]]:
     """
-    Measures what is not measured yet, with progress on standard error; arguments as in `run`.
+    Makes the missing measurements of a run, with progress on standard error; arguments as in `run`.
 
     Yields:
         The settings, and the file of the run with all measurements, open.
@@ -86,7 +86,7 @@ def measured_run(
 
 
 def describe(tasks: list[Task], settings: BenchSettings, others: dict[str, Any]) -> dict[str, Any]:
-    """What is known before models are loaded of what the measurements of a run depend on."""
+    """The settings that measurements depend on, as far as they are known before models are loaded."""
     from dspark_hf.evaluation.runner import run_settings
 
     names = {"target_name" if name == "target" else name: value for name, value in others.items()}
@@ -97,10 +97,10 @@ def check_resumable(
     output: Path, tasks: list[Task], settings: BenchSettings, dtype: str, device: str | None, others: dict[str, Any]
 ) -> None:
     """
-    Before models are loaded: whether a run in the same folder had the same settings.
+    Checks, before models are loaded, whether an earlier run in the same folder had the same settings.
 
     Raises:
-        ValueError: naming the settings that differ.
+        ValueError: when settings differ; the message lists them.
     """
     from dspark_hf.evaluation.runner import default_file
     from dspark_hf.storage.json_lines import check_origin
@@ -109,13 +109,13 @@ def check_resumable(
 
 
 def machine_of(target: Any) -> dict[str, str]:
-    """What measurements depend on besides models and prompts."""
+    """The dtype, device, ... that measurements depend on besides models and prompts."""
     return {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type}
 
 
 def known_machine(dtype: str, device: str | None) -> dict[str, str]:
     """
-    As much of [`machine_of`] as the options say.
+    The part of [`machine_of`] that follows from the options.
 
     Raises:
         typer.BadParameter: for a dtype or device that does not exist.
@@ -134,10 +134,10 @@ def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: 
     Writes `results.json`, the figures and `report.html`, and prints the results.
 
     Args:
-        document: As `run` returned it.
+        document: The result of `run`.
         output: Folder of the run.
         as_json: Print the document instead of tables.
-        more_figures: Figures beside those of every run.
+        more_figures: Figures in addition to those of every run.
     """
     from rich.console import Console
 
@@ -157,14 +157,14 @@ def finish(document: dict[str, Any], output: Path, as_json: bool, more_figures: 
     if as_json:
         print(json.dumps(document))
         return
-    # Piped output has no width of its own; a table that is cut to 80 columns is of no use to anyone.
+    # Piped output has no width, and rich would assume 80 columns and cut the table.
     console = Console(width=None if sys.stdout.isatty() else 180)
     print_report(document, console)
     print(f"Report: {output / 'report.html'}")
 
 
 class ShownProgress:
-    """A progress bar on a terminal; elsewhere a line now and then."""
+    """A progress bar on a terminal; otherwise a line from time to time."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -190,7 +190,7 @@ class ShownProgress:
         self._bar.stop()
 
     def update(self, progress: Progress) -> None:
-        """Shows how far the run is, and every answer that differs."""
+        """Shows the progress, and every answer that differs."""
         from dataclasses import asdict
 
         from dspark_hf.evaluation.report import difference_text
@@ -214,7 +214,7 @@ class ShownProgress:
 
 @contextlib.contextmanager
 def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal, for what is counted: call the result with how many are done and the total."""
+    """A progress bar on a terminal. Call the result with the number of finished items and the total."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -226,7 +226,7 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def save_figure(draw: Callable[[], Any], path: Path) -> None:
-    """Writes the figure that `draw` makes, or says on standard error what it takes to have one."""
+    """Writes the figure that `draw` makes, or a message to standard error if matplotlib is missing."""
     from dspark_hf.evaluation.figures import as_png
     from dspark_hf.storage.atomic import write_bytes
 
@@ -237,7 +237,7 @@ def save_figure(draw: Callable[[], Any], path: Path) -> None:
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """A table on standard output, unless it is empty."""
+    """Prints a table to standard output, unless it is empty."""
     from rich.console import Console
     from rich.table import Table
 

@@ -23,7 +23,7 @@ from .options import (
     whole_numbers,
 )
 
-LOADS = "loads.jsonl"  # where the measurements of a run are
+LOADS = "loads.jsonl"  # the file of a run's measurements
 
 
 def serve_bench(

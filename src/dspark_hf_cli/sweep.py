@@ -27,7 +27,7 @@ from .options import (
 if TYPE_CHECKING:
     from dspark_hf.evaluation import Method
 
-# What drafters may differ in: the value of --over, and the field of the configuration.
+# Fields in which drafters may differ: the value of --over, and the field of the configuration.
 FIELDS = {"block-size": "num_draft_tokens", "rank": "markov_rank", "depth": "num_hidden_layers"}
 
 

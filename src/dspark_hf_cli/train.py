@@ -445,7 +445,7 @@ def train(
     ] = None,
 ) -> None:
     """
-    Train a drafter on the target's own responses, or fine-tune one.
+    Train a drafter on the target's responses, or fine-tune one.
 
     If it is interrupted, the same command resumes from the last checkpoint. With several GPUs: `accelerate launch -m
     dspark_hf_cli train ...`, or `torchrun --nproc_per_node 2 -m dspark_hf_cli train ...`.
@@ -501,12 +501,12 @@ def command_of(context: typer.Context) -> TrainCommand:
         raise typer.BadParameter(str(error)) from error
 
 
-# What the command and the line about the data say already.
+# Settings that are part of the command line or the description of the data.
 _SAID_ELSEWHERE = ("target", "data", "eval_data", "output_dir", "drafter", "disable_tqdm")
 
 
 def summary_of(run: TrainingRun, command: TrainCommand, typed: str) -> TrainingSummary:
-    """What the model card says about a run. Paths of this machine are left out."""
+    """The description of a run for the model card, without local paths."""
     from dspark_hf.evaluation.environment import environment
     from dspark_hf.hub import TrainingSummary
     from dspark_hf.training.history import hours_of

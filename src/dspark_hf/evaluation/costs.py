@@ -42,7 +42,7 @@ def measure_costs(
         row_counts: Numbers of rows decoded together.
         context_length: Tokens of each row in the cache.
         num_repeats: Measurements of each point, of which the median counts; warm-up is added.
-        compile: Whether to compile the target. Compile the drafter beforehand where that is wanted.
+        compile: Whether to compile the target. The drafter is used as it is, so compile it beforehand if wanted.
         on_progress: Called with the measurements done and their total.
     """
     forward_kwargs: dict[str, Any] = {}

@@ -29,7 +29,7 @@ PACKAGES = (
 def environment() -> dict[str, Any]:
     """Versions, machine and devices, ready for JSON."""
     packages = {name: _package_version(name) for name in PACKAGES}
-    # Works in a checkout that is not installed as well.
+    # Also works in a checkout that is not installed.
     packages["dspark-hf"] = importlib.import_module(__name__.partition(".")[0]).__version__
     return {
         "packages": packages,

@@ -16,7 +16,7 @@ from ..scheduling import ThroughputCurve, build_scheduler
 from ..transformers_names import DFLASH_READS_LAYER_INPUTS
 
 PLAIN = "plain"
-BY_COST = ("throughput", "async_throughput")  # Schedules that weigh drafts against what a round costs.
+BY_COST = ("throughput", "async_throughput")  # Schedules that use the cost of a round.
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def dspark_method(
     fields: dict[str, Any] | None = None,
 ) -> Method:
     """
-    Our decoding loop. It drafts in every round, even where that does not pay, because the drafter is what is measured.
+    Our decoding loop without back-off: it drafts in every round, even if that does not pay, to measure the drafter.
 
     Args:
         drafter: The drafter.
@@ -78,7 +78,7 @@ def dspark_method(
 
 
 def calibration_method(drafter: Drafter) -> Method:
-    """Our decoding loop, set to tell most about the confidence head: every round drafts, and every draft is verified."""
+    """Our decoding loop with settings for calibration: every round drafts, and every draft is verified."""
     return dspark_method(drafter, "calibration", num_tokens=drafter.config.num_draft_tokens, threshold=0.0)
 
 
@@ -93,7 +93,7 @@ def schedule_method(
         schedule: `fixed` (whole blocks), `fixed:N` (N drafts per round), `threshold:P` (confidence of at least P), or
             `throughput` and `async_throughput` (by cost; drafting pauses where it does not pay).
         label: Name of the drafter.
-        curve: What rounds cost, for the last two schedules.
+        curve: The cost of rounds, for the last two schedules.
 
     Raises:
         ValueError: for any other text, or a schedule by confidence where the drafter has no confidence head.
@@ -160,7 +160,7 @@ class DFlashView(nn.Module):
             raise ValueError(f"transformers' DFlash generator cannot run this drafter: it has {', '.join(reasons)}.")
         self.drafter: Any = drafter
         self.config = copy.deepcopy(drafter.config)
-        # The generator drops the first slot of a block. Where that slot predicts, the block needs one slot more.
+        # The generator drops the first slot of a block. If that slot predicts, the block needs one slot more.
         self._adds_slot = drafter.config.sample_from_anchor
         self.config.block_size += self._adds_slot
         if DFLASH_READS_LAYER_INPUTS:
@@ -199,7 +199,7 @@ class DFlashView(nn.Module):
         angles = self.drafter.rotary_emb(hidden_states, block_positions)
         for index, layer in enumerate(self.drafter.layers):
             keys, values = layer.self_attn.key_values(context, context_angles)
-            # The generator crops a whole block off afterwards: these entries make room for that and are not attended to.
+            # The generator crops a whole block from the cache afterwards. These entries are for that, and are not attended to.
             pad = (0, 0, 0, num_slots)
             keys, values = cache.update(nn.functional.pad(keys, pad), nn.functional.pad(values, pad), index)
             hidden_states = layer(hidden_states, angles, (keys[:, :, :-num_slots], values[:, :, :-num_slots]), None)

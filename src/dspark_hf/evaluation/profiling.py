@@ -1,4 +1,4 @@
-"""Where the time of a round goes, by the stages that the decoding loop times while somebody records."""
+"""The time of a round by stages, as the decoding loop records them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .methods import Method
 from .runner import BenchSettings, answer
 from .tasks import Task
 
-PYTHON = "Python"  # What no inner stage accounts for.
+PYTHON = "Python"  # Time outside the inner stages.
 PARTS = (*get_args(InnerStage), PYTHON)
 
 

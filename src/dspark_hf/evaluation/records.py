@@ -98,7 +98,7 @@ class RecordFile:
         self._lines.close()
 
     def add(self, record: Record) -> None:
-        """Keeps a finished measurement."""
+        """Writes a finished measurement."""
         line = asdict(record)
         for turn, written in zip(record.turns, line["turns"], strict=True):
             written["rounds"] = pack_rounds(turn.rounds)
@@ -106,7 +106,7 @@ class RecordFile:
         self._lines.append({"record": line})
 
     def add_check(self, key: tuple[str, int, str], difference: Difference | None) -> None:
-        """Keeps the outcome of comparing an answer with that of plain `generate`."""
+        """Writes the result of comparing an answer with that of plain `generate`."""
         line = {"check": {"key": list(key), "difference": None if difference is None else asdict(difference)}}
         self._take(line)
         self._lines.append(line)

@@ -123,7 +123,7 @@ def teacher_forced_logits(
     )
     num_drafts = drafter.config.num_draft_tokens
     hidden = output.last_hidden_state.view(*anchors.positions.shape, -1, output.last_hidden_state.shape[-1])
-    hidden = hidden[:, :, -num_drafts:]  # The anchor's own slot predicts nothing where there is one slot more.
+    hidden = hidden[:, :, -num_drafts:]  # Leaves out the anchor's slot if it predicts nothing.
     previous_ids = gather_positions(input_ids, draft_positions(anchors, num_drafts))
     return drafter.draft_logits(hidden, drafter.sequential_features(previous_ids, hidden), embeddings)
 
@@ -150,7 +150,7 @@ def _label_logprobs(
     target: PreTrainedModel, rule: LogitRule, labels: torch.Tensor, hidden_states: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Log-probability that the target gives each label, `[1, A, J]`."""
-    # Neighbouring blocks ask for the same positions: each is computed where it is slot 0, or in the last block.
+    # Blocks overlap, so each position is computed only once: as slot 0 of a block, or in the last block.
     head = target_embeddings(target)[1]
     first, last = (torch.cat([v[0, :, 0], v[0, -1, 1:]]) for v in (labels, hidden_states))
     logits = rule(head(last))  # [A + J - 1, V]

@@ -137,7 +137,7 @@ def print_report(document: dict[str, Any], console: Any) -> None:
 
 def write_html(document: dict[str, Any], path: Path, pngs: dict[str, bytes]) -> None:
     """
-    Writes the report as one HTML file that needs nothing beside it.
+    Writes the report as one self-contained HTML file.
 
     Args:
         document: As [`~dspark_hf.evaluation.document.build_document`] made it.

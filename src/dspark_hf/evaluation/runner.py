@@ -1,7 +1,7 @@
 """Runs methods side by side, paired prompt by prompt, and checks that greedy answers are those of plain `generate`.
 
 The order of the methods rotates from prompt to prompt, so that a machine that slows down or warms up affects all alike.
-Every finished measurement is on the disk at once, and an interrupted run resumes from there.
+Every measurement is written to the disk as soon as it is finished, and an interrupted run resumes from there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Progress(NamedTuple):
     """
     Args:
         done, total: Measurements, those of an earlier run counted as done.
-        left_s: Estimated seconds that remain; `None` before anything was measured.
+        left_s: Estimated seconds until the end; `None` before the first measurement.
         record: The newest measurement.
         difference: Where its answer differs from that of plain `generate`, if it was compared and differs.
     """
@@ -78,7 +78,7 @@ def run_bench(
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
     """
-    Measures what `file` does not hold yet.
+    Makes the measurements that `file` does not contain yet.
 
     Args:
         target, tokenizer: The target.
@@ -148,9 +148,9 @@ def answer(
         target, tokenizer: The target.
         method: The method that decodes.
         prompt: The prompt.
-        settings: Those of the whole run.
+        settings: The settings of the run.
         index: The prompt's number, for the random state.
-        clock: Measures the stages of rounds as well.
+        clock: Also measures the stages of rounds.
     """
     torch.manual_seed(settings.seed * 1_000_003 + index)
     chat, cache, turns = Chat(tokenizer, prompt.system), None, []
@@ -296,7 +296,7 @@ def common_length(first: list[int], second: list[int]) -> int:
 
 
 def run_settings(target_name: str, tasks: list[Task], settings: BenchSettings, **others: Any) -> dict[str, Any]:
-    """What the measurements of a run depend on, as it is noted beside its file."""
+    """What the measurements of a run depend on, for the note next to its file."""
     return {
         "target": target_name,
         "tasks": {task.name: len(task.prompts) for task in tasks},
@@ -309,5 +309,5 @@ def run_settings(target_name: str, tasks: list[Task], settings: BenchSettings, *
 
 
 def default_file(folder: Path) -> Path:
-    """Where a run keeps its measurements."""
+    """The file of a run's measurements."""
     return folder / "records.jsonl"

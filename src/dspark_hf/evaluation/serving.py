@@ -48,8 +48,8 @@ class Load:
         seconds: Time of decoding, without the pass over the prompts.
         tokens: Tokens decoded in that time, in all rows together.
         passes: Passes of the target.
-        verify_length: Drafts sent to the target per row and round; 0 where none are made.
-        acceptance_rate: The accepted share of those drafts; `None` where there are none.
+        verify_length: Drafts sent to the target per row and round; 0 without drafts.
+        acceptance_rate: The accepted share of those drafts; `None` without drafts.
         drafted_share: Share of the rounds of all rows in which drafts were made; 0 for plain decoding.
     """
 
@@ -91,7 +91,7 @@ def serving_methods(drafter: Drafter, curve: ThroughputCurve, threshold: float =
 
     Args:
         drafter: The drafter; without a confidence head only the first two methods apply.
-        curve: What rounds cost.
+        curve: The cost of rounds.
         threshold: Confidence below which the static schedule stops.
     """
     static = {"assistant_model": drafter, "drafting_backoff": False}
@@ -118,14 +118,14 @@ def run_serving(
     on_load: Callable[[Load, int, int], None] = lambda load, done, total: None,
 ) -> None:
     """
-    Measures what `file` does not hold yet.
+    Makes the measurements that `file` does not contain yet.
 
     Args:
         target: The target.
         prompt_ids: Prompts, `[1, L]` each; batches take them in turn.
         methods: The methods, as [`serving_methods`] makes them.
         batches: Numbers of rows decoded together.
-        file: Where the measurements are kept.
+        file: The file of measurements.
         num_new_tokens: New tokens of each row.
         num_repeats: Measurements of each batch and method.
         temperature: 0 decodes greedily.
@@ -168,7 +168,7 @@ def measure_load(
         method.name,
         repeat,
         meter.seconds - meter.prefill_s,
-        batch * (num_new_tokens - 1),  # The first ones come from the prompts' pass.
+        batch * (num_new_tokens - 1),  # The first token of each row comes from the pass over the prompts.
         len(meter.passes),
         verified / len(rounds) if rounds else 0.0,
         stats.acceptance_rate if verified else None,

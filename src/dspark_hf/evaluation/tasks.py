@@ -117,7 +117,7 @@ def load_task(name: str, max_prompts: int | None = None, seed: int = 0) -> Task:
 
     Args:
         name: One of `TASK_NAMES`, read from the Hub, or a path of a JSONL file. Each line of a file has `turns` (a list
-            of user turns), `messages` (role and content; answers in it are skipped, the target gives its own) or
+            of user turns), `messages` (role and content; answers in it are skipped) or
             `prompt` (a string). A file named after one of the tasks belongs to that task's domain.
         max_prompts: Size of a random sample to take instead of all prompts.
         seed: Seed of the sample.

@@ -176,12 +176,12 @@ def licence_of(base_model: str | None, token: str | bool | None = None) -> dict[
 def architecture_of(drafter: DrafterModel) -> dict[str, Any]:
     """A description of the drafter in words, by topic."""
     config = drafter.config
-    own = " and ".join(
+    included = " and ".join(
         name for name, held in (("embedding", config.has_embed_tokens), ("LM head", config.has_lm_head)) if held
     )
     size = sum(parameter.numel() * parameter.element_size() for parameter in drafter.parameters())
     return {topic.capitalize(): words for topic, words in config.describe().items()} | {
-        "Embedding and LM head": f"own {own}" if own else "those of the target",
+        "Embedding and LM head": f"included: {included}" if included else "those of the target",
         "Size": f"{drafter.num_parameters():,} parameters, {size / 1e6:,.1f} MB "
         f"({str(drafter.dtype).removeprefix('torch.')})",
     }

@@ -53,7 +53,7 @@ def push(
     drafter: DrafterModel,
     commit: Commit,
     write: Callable[[Path], Mapping[str, str]],
-    beside: str | PathLike[str] | None = None,
+    companion_folder: str | PathLike[str] | None = None,
     **card: Any,
 ) -> CommitInfo:
     """
@@ -67,7 +67,7 @@ def push(
         drafter: The drafter.
         commit: Where it goes.
         write: Writes weights and configuration to a folder; returns the commands that serve it, by engine.
-        beside: A folder with the same weights and files about them; by default the folder that the drafter was loaded from.
+        companion_folder: A folder with the same weights and files about them; by default the folder that the drafter was loaded from.
         card: `base_model`, `license` and `tags` as in [`~dspark_hf.hub.build_card`].
     """
     api = HfApi(token=commit.token, library_name="dspark-hf")
@@ -80,7 +80,7 @@ def push(
         serving = write(folder)
         if (folder / FOLDER).exists():
             write_custom_generate(folder, repo_id)
-        if (source := _source(drafter, beside)) is not None:
+        if (source := _source(drafter, companion_folder)) is not None:
             _copy_companions(source, folder)
         same_weights = there.holds(folder)
         there.fetch(COMPANIONS if same_weights else [CURVE_FILE], folder)
@@ -131,10 +131,10 @@ class Remote:
                 shutil.copyfile(self.api.hf_hub_download(self.repo_id, name, revision=self.revision), folder / name)
 
 
-def _source(drafter: DrafterModel, beside: str | PathLike[str] | None) -> Path | None:
+def _source(drafter: DrafterModel, companion_folder: str | PathLike[str] | None) -> Path | None:
     """The folder with files about this drafter's weights; `None` if the weights were changed since they were read from it."""
-    if beside is not None:
-        return Path(beside)
+    if companion_folder is not None:
+        return Path(companion_folder)
     folder = Path(drafter.config.name_or_path or "")
     if not drafter.config.name_or_path or not any((folder / name).is_file() for name in (*COMPANIONS, CARD_FILE)):
         return None

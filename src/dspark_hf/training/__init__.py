@@ -22,7 +22,7 @@ __all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: `dspark-hf regenerate` needs none of what a trainer does.
+    # Imported on demand, because `dspark-hf regenerate` does not need the trainer, which takes long to import.
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name], __name__), name)

@@ -1,4 +1,4 @@
-"""Drafters that start from another: with further heads, or with LoRA adapters on top."""
+"""Makes a drafter from a trained one: with more heads, or with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ logger = logging.get_logger(__name__)
 
 def warm_start(drafter: Drafter, **changes: Any) -> Drafter:
     """
-    A drafter with a changed configuration that keeps every weight whose name and shape stay.
+    A drafter with a changed configuration that keeps every weight whose name and shape are the same.
 
-    So a DFlash drafter becomes a DSpark drafter: `warm_start(dflash, markov_rank=256)`. New heads have no effect at first, so
-    until they are trained the drafter drafts what it drafted before.
+    For instance, `warm_start(dflash, markov_rank=256)` makes a DSpark drafter from a DFlash drafter. New heads have no effect at
+    first: until they are trained, the drafter drafts the same tokens as before.
 
     Args:
-        drafter: Where to start from; returned as it is when nothing changes.
-        changes: Fields of its configuration.
+        drafter: The drafter to start from; returned unchanged when there are no changes.
+        changes: New values of fields of its configuration.
 
-    The calibration of the confidences goes: it was of the old configuration.
+    The calibration of the confidences is dropped, because it belongs to the old configuration.
 
     Raises:
         ValueError: when the changed configuration contradicts itself, or the drafter has a separate LM head, which
@@ -44,7 +44,7 @@ def warm_start(drafter: Drafter, **changes: Any) -> Drafter:
     made.load_state_dict(kept, strict=False)
     new = shapes.keys() - kept.keys()
     made.start_neutral(new)
-    logger.warning(f"{len(kept)} tensors are kept; new: {', '.join(sorted(new)) or 'none'}.")
+    logger.warning(f"{len(kept)} tensors are kept; new tensors: {', '.join(sorted(new)) or 'none'}.")
     return made
 
 
@@ -57,7 +57,7 @@ def add_lora(
     heads: bool = True,
 ) -> Any:
     """
-    The drafter wrapped by PEFT, with fresh LoRA matrices and, where wanted, trainable copies of its heads.
+    The drafter wrapped by PEFT, with new LoRA matrices and, if wanted, trainable copies of its heads.
 
     Raises:
         ImportError: without PEFT.

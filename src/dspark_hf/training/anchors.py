@@ -1,8 +1,7 @@
-"""Which positions of a sequence start a training block, and which of a block's slots count (paper section 4).
+"""Chooses the anchors of training blocks, and which drafts of a block count in the loss (paper section 4).
 
-A block's anchor is a token of a response that is followed by a token of the response. Draft `j` (0-based) of the block
-predicts the token at `anchor + 1 + j` from the token at `anchor + j`, and its target distribution is the target's at that same
-position `anchor + j`.
+A block's anchor is a token of a response that is followed by another token of the response. Draft `j` (from 0) of the block
+predicts the token at `anchor + 1 + j`, and is compared with the target's distribution at position `anchor + j`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Anchors(NamedTuple):
 
 
 def anchor_candidates(loss_mask: torch.Tensor) -> torch.Tensor:
-    """Whether each position may be an anchor: itself and the next are in the loss mask. `[..., T]` -> `[..., T]`."""
+    """Whether each position can be an anchor: it and the next one are in the loss mask. `[..., T]` -> `[..., T]`."""
     loss_mask = loss_mask.bool()
     candidates = torch.zeros_like(loss_mask)
     candidates[..., :-1] = loss_mask[..., :-1] & loss_mask[..., 1:]
@@ -36,10 +35,10 @@ def anchor_candidates(loss_mask: torch.Tensor) -> torch.Tensor:
 
 def row_generator(seed: int, epoch: int, input_ids: torch.Tensor) -> torch.Generator:
     """
-    A random generator that follows from the seed, the epoch and the row itself.
+    A random generator seeded with the seed, the epoch and the tokens of the row.
 
-    So the anchors of a row do not depend on the order in which rows are read, on the batch it shares or on the number
-    of workers: accumulation gives the batch's anchors, and a resumed run those of the run that was stopped.
+    So the anchors of a row do not depend on the order of rows, the rest of its batch or the number of workers. With gradient
+    accumulation, or in a resumed run, they are the same as otherwise.
     """
     content = hashlib.blake2b(input_ids.to(torch.int64).numpy().tobytes(), digest_size=8)
     content.update(f"{seed}:{epoch}".encode())
@@ -53,7 +52,7 @@ def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generator: torch.G
     Args:
         loss_mask: True where a token is to be learned, `[T]`.
         num_anchors: At most this many.
-        generator: Draws them; `None` spreads them evenly.
+        generator: Random generator; `None` spreads the anchors evenly.
     """
     candidates = anchor_candidates(loss_mask).nonzero().squeeze(-1)
     if len(candidates) <= num_anchors:
@@ -83,18 +82,18 @@ def gather_positions(values: torch.Tensor, positions: torch.Tensor) -> torch.Ten
 
 
 def draft_positions(anchors: Anchors, num_drafts: int) -> torch.Tensor:
-    """The position before each predicted token, `anchor + j`, `[B, A, J]`; past the end of a row where a block is."""
+    """The position before each predicted token, `anchor + j`, `[B, A, J]`; may be past the end of a row."""
     return anchors.positions[..., None] + torch.arange(num_drafts, device=anchors.positions.device)
 
 
 def counted_drafts(loss_mask: torch.Tensor, anchors: Anchors, num_drafts: int) -> torch.Tensor:
     """
-    Which drafts count: all labels up to theirs are inside the row and the loss mask. `[B, A, J]`, bool.
+    Which drafts count, `[B, A, J]`, bool: those for which all labels up to theirs are in the loss mask.
 
     Args:
         loss_mask: `[B, T]`.
         anchors: The blocks.
-        num_drafts: Drafts a block, `J`.
+        num_drafts: Drafts per block, `J`.
     """
     label_positions = draft_positions(anchors, num_drafts) + 1
     inside = label_positions < loss_mask.shape[1]

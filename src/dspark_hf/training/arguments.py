@@ -1,4 +1,4 @@
-"""The options of [`DSparkTrainer`]."""
+"""The training arguments of [`DSparkTrainer`]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .refused_arguments import check_arguments
 @dataclass
 class DSparkTrainingArguments(TrainingArguments):
     """
-    Everything of [`~transformers.TrainingArguments`], and what is DSpark's own; every field's `help` says what it does.
+    [`~transformers.TrainingArguments`] with additional fields; the `help` of each field says what it does.
 
     The defaults are those of the released drafters (paper section 6), which were trained with a batch of 512
     conversations, in bfloat16, for 10 epochs.
@@ -77,17 +77,17 @@ class DSparkTrainingArguments(TrainingArguments):
 
     @property
     def folder(self) -> str:
-        """`output_dir`, which transformers fills in where it is left out."""
+        """`output_dir`, which transformers fills in if it is not given."""
         return str(self.output_dir)
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """`chat_template_kwargs`, which may be given as JSON, as a dictionary."""
-        assert not isinstance(self.chat_template_kwargs, str), "read when the arguments are made"
+        """`chat_template_kwargs` as a dictionary."""
+        assert not isinstance(self.chat_template_kwargs, str), "JSON is parsed in __post_init__"
         return self.chat_template_kwargs or {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the token: `training_args.bin`, which lies beside the weights and is pushed with them, holds this."""
+        """Without the access token, because this is what `training_args.bin` holds, which is pushed with the weights."""
         return vars(self) | {"hub_token": None}
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which of them are whole, and from which training can resume."""
+"""Finds the checkpoints of a run that are complete, and those from which training can resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.get_logger(__name__)
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest whole checkpoint in the folder of a run."""
+    """The newest complete checkpoint in the folder of a run."""
     names = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     steps = {int(step): name for name in names if (step := name.name.rpartition("-")[2]).isdigit()}
     for _, checkpoint in sorted(steps.items(), reverse=True):
@@ -24,7 +24,7 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end. The Trainer writes its state last."""
+    """Whether a checkpoint is complete: the Trainer writes its state last."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

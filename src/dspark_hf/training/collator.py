@@ -1,4 +1,4 @@
-"""From rows of tokens to the padded batch that one training step needs."""
+"""Makes a padded batch with anchors from rows of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ..configuration_drafter import DrafterConfig
 from .anchors import counted_drafts, position_weights, row_generator, sample_anchors, stack_anchors
 
-# What a feature cache adds to a row; each is padded like the tokens.
+# Entries that a feature cache adds to a row; each is padded like the tokens.
 FEATURE_KEYS = ("context_features", "last_hidden_states", "log_normalizers", "greedy_ids")
 
 
@@ -18,15 +18,15 @@ class DSparkCollator:
     """
     Pads rows on the right and samples their anchors.
 
-    A row is `{"input_ids": [T], "loss_mask": [T]}`, with the entries of `FEATURE_KEYS` where features are cached. Rows
-    without anchors (no response, or one of a single token) are harmless: their blocks are fillers that count nothing.
+    A row is `{"input_ids": [T], "loss_mask": [T]}`, plus the entries of `FEATURE_KEYS` if features are cached. Rows without
+    possible anchors (no response, or one of a single token) are allowed: they get filler blocks that do not count.
 
     Args:
-        config (`DrafterConfig`): The drafter's; gives the number of drafts a block.
-        num_anchors (`int`): At most this many blocks a row.
-        position_decay (`float`, *optional*): Draft `j` weighs `exp(-j / position_decay)`; `None` or 0 weighs all alike.
-        seed (`int`): Seeds the anchors, together with the epoch and each row's tokens.
-        pad_token_id (`int`): What padding is filled with; it is masked everywhere.
+        config (`DrafterConfig`): The drafter's configuration, for the number of drafts per block.
+        num_anchors (`int`): Most blocks per row.
+        position_decay (`float`, *optional*): Draft `j` has weight `exp(-j / position_decay)`; with `None` or 0 all weights are 1.
+        seed (`int`): Seed of the anchors, together with the epoch and each row's tokens.
+        pad_token_id (`int`): Token id at padding; it is masked everywhere.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class DSparkCollator:
         self.weights = position_weights(self.num_drafts, position_decay)
         self.seed = seed
         self.pad_token_id = pad_token_id
-        # Shared memory, so that workers which outlive an epoch see the next one's number.
+        # Shared memory, so that persistent workers see the number of the next epoch.
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Anchors are drawn again in every epoch."""
+        """Sets the epoch, which determines the anchors together with the seed."""
         self._epoch.fill_(epoch)
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -83,7 +83,7 @@ class DSparkCollator:
         generator = row_generator(self.seed, int(self._epoch), ids)
         if row.get("anchor_mask") is None:
             return sample_anchors(loss_mask, self.num_anchors, generator)
-        # Its cached features serve these anchors only.
+        # The cached features are complete for these anchors only.
         fixed = torch.as_tensor(row["anchor_mask"]).bool().nonzero().squeeze(-1)
         if len(fixed) <= self.num_anchors:
             return fixed

@@ -1,4 +1,4 @@
-"""Rows to train on: conversations from files or data sets, or cached features; some of them held out."""
+"""Training and held-out rows, from conversations in files or data sets, or from cached features."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .features import CachedFeatureDataset, file_sha256
 @dataclass
 class TrainingData:
     """
-    One source of rows.
+    One source of training rows.
 
     Args:
         name: The file, data set or folder.
-        rows: With `input_ids` and `loss_mask`, and features where they are cached.
-        sha256: Of the file's content, or of a cache's index; `None` for a data set of the Hub.
+        rows: Rows with `input_ids` and `loss_mask`, and features if they are cached.
+        sha256: Hash of the file, or of a cache's index; `None` for a data set on the Hub.
     """
 
     name: str
@@ -47,15 +47,15 @@ class TrainingData:
         return [i for i, held in enumerate(held_out) if not held], [i for i, held in enumerate(held_out) if held]
 
     def summary(self, indices: Sequence[int]) -> dict[str, Any]:
-        """What the model card says about these rows."""
+        """A description of these rows for the model card."""
         learned = sum(int(self.tokens(index)["loss_mask"].sum()) for index in indices)
         return {"name": self.name, "sha256": self.sha256, "rows": len(indices), "response_tokens": learned}
 
 
 def is_held_out(row: dict[str, torch.Tensor], share: float) -> bool:
     """
-    Whether a conversation belongs to the `share` that is never trained on. It follows from the tokens before the first
-    response, so every answer to one prompt falls on the same side, whatever file, order or cache it is in.
+    Whether a conversation belongs to the `share` that is held out. It depends on the tokens before the first response only, so
+    all answers to one prompt are treated the same, whatever file, order or cache they are in.
     """
     if not share:
         return False
@@ -73,22 +73,22 @@ def encode_source(
     split: str = "train",
     template_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """The rows of a JSONL file or of a data set of the Hub as tokens and loss masks."""
+    """Token ids and loss masks of the rows of a JSONL file or a data set on the Hub."""
     rows = read_prompts(source, split=split)
     return encode_rows(rows, tokenizer, max_length, end_token_ids(target, tokenizer) or None, **template_options)
 
 
 def load_source(source: str, config: DrafterConfig | None = None, **encoding: Any) -> TrainingData:
     """
-    A feature cache, a JSONL file or a data set of the Hub.
+    Loads a feature cache, a JSONL file or a data set on the Hub.
 
     Args:
-        source: Which one.
-        config: The drafter's, to check what a cache holds.
-        encoding: Further arguments of [`encode_source`].
+        source: Path or name.
+        config: The drafter's configuration, to check that a cache fits.
+        encoding: Additional arguments of [`encode_source`].
 
     Raises:
-        ValueError: when there is no such source, it holds no rows, or the cache is damaged or of another drafter or target.
+        ValueError: when the source does not exist or has no rows, or a cache is damaged or for another drafter or target.
     """
     path = Path(source)
     if is_cache(source):
@@ -110,10 +110,10 @@ def load_source(source: str, config: DrafterConfig | None = None, **encoding: An
 
 def check_source(source: str, split: str = "train") -> None:
     """
-    What can be known of a source before a target is loaded.
+    Checks a source as far as possible before the target is loaded.
 
     Raises:
-        ValueError: when there is no such source, or it holds no rows.
+        ValueError: when the source does not exist, or has no rows.
     """
     if is_cache(source):
         return
@@ -131,18 +131,18 @@ def is_cache(source: str) -> bool:
 
 
 def cache_index(source: str) -> dict[str, Any]:
-    """What a cache says of itself."""
+    """The index of a feature cache."""
     return json.loads((Path(source) / "index.json").read_text(encoding="utf-8"))
 
 
 def joined(sources: Sequence[TrainingData], chosen: Sequence[Sequence[int]]) -> Dataset[Any] | None:
-    """The chosen rows of every source as one data set; `None` when there are none."""
+    """The chosen rows of all sources as one data set; `None` if there are none."""
     parts = [Subset(_Rows(source.rows), list(some)) for source, some in zip(sources, chosen, strict=True) if some]
     return ConcatDataset(parts) if parts else None
 
 
 class _Rows(Dataset[Any]):
-    """A sequence as torch's data set."""
+    """Makes a `Dataset` of a sequence."""
 
     def __init__(self, rows: Any):
         self.rows = rows

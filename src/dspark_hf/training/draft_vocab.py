@@ -1,4 +1,4 @@
-"""A reduced draft vocabulary: the tokens a target really uses, which makes the drafter's logits several times cheaper."""
+"""A reduced draft vocabulary of the most frequent tokens, which makes the drafter's logits several times cheaper."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def select_draft_vocabulary(
     The most frequent response tokens.
 
     Args:
-        rows: With `input_ids` and `loss_mask`; only tokens in the loss mask count.
-        vocab_size: Tokens of the full vocabulary.
-        draft_vocab_size: How many to select. Where the rows use fewer, the lowest other ids fill up: byte-pair
-            vocabularies number their tokens by frequency.
-        required_ids: Selected whatever their frequency. Give the ids that end a turn.
+        rows: Rows with `input_ids` and `loss_mask`; only tokens in the loss mask count.
+        vocab_size: Size of the full vocabulary.
+        draft_vocab_size: How many tokens to select. If the rows contain fewer, the lowest other ids are added, because
+        byte-pair vocabularies are roughly ordered by frequency.
+        required_ids: Always selected. Pass the ids that end a turn.
 
     Returns:
         `[draft_vocab_size]`, ascending.
@@ -45,11 +45,11 @@ def select_draft_vocabulary(
 
 def set_draft_vocabulary(drafter: Drafter, token_ids: torch.Tensor) -> None:
     """
-    Makes `token_ids` the drafter's draft vocabulary. For a drafter that has not been trained: its heads keep their
-    weights, whose rows then mean other tokens.
+    Makes `token_ids` the drafter's draft vocabulary. Only for a drafter that has not been trained: the rows of its heads stay the
+    same but stand for other tokens afterwards.
 
     Raises:
-        ValueError: when the ids are not the configured number of different tokens.
+        ValueError: when the number of different ids is not the configured one.
     """
     size, vocab_size = drafter.config.draft_vocab_size, drafter.config.vocab_size
     token_ids = token_ids.unique()

@@ -1,13 +1,13 @@
-"""What the drafter reads of the target: tapped hidden states, computed on the fly or read from a cache on disk.
+"""The target's features for training: tapped hidden states, computed on the fly or read from a cache on disk.
 
-A cache makes training several times faster when it sees its data more than once, and costs about
-`2 * (m + 1) * D` bytes a token in bfloat16, `m` the tapped layers. It is a folder:
+A cache makes training for several epochs several times faster, and takes about `2 * (m + 1) * D` bytes per token in bfloat16
+for `m` tapped layers. It is a folder:
 
-    index.json              what was cached, and the rows of each shard
-    shard-00000.safetensors tokens and features of some rows, one after the other
+    index.json              a description of the contents, and the rows of each shard
+    shard-00000.safetensors tokens and features of some rows, concatenated
 
-[`CachePlan`] can leave out what no block reads. A shard is listed only once it is complete, so an interrupted run
-resumes after the last complete shard.
+[`CachePlan`] can leave out features that training does not use. A shard is added to the index when it is complete, so an
+interrupted run resumes after the last complete shard.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from .collator import pad_rows
 from .target_logits import LogitRule, logit_rule
 
 POSITIONS = ("all", "response", "anchors")
-CHECKED_TOKENS = 64  # Of a cached row, to see whose features they are.
-MAX_DIFFERENCE = 0.25  # Number types and quantization stay far below it, another model lies above.
+CHECKED_TOKENS = 64  # Tokens of a cached row that are compared, to find out whether the features are the target's.
+MAX_DIFFERENCE = 0.25  # Other dtypes and quantization differ by far less, other models by more.
 _INDEX = "index.json"
 _VERSION = 1
-_LAW_KEYS = ("last_hidden_states", "log_normalizers", "greedy_ids")  # Kept where a draft may be compared.
+# Features at the positions whose distributions drafts are compared with.
+_COMPARED_KEYS = ("last_hidden_states", "log_normalizers", "greedy_ids")
 
 
 class TargetFeatures(NamedTuple):
     """
     Args:
         context_features (`[B, T, m * D]`): Tapped hidden states, concatenated in the order of the tapped layers.
-        last_hidden_states (`[B, T, D]`): After the final norm: what the LM head reads.
+        last_hidden_states (`[B, T, D]`): After the final norm: the input of the LM head.
     """
 
     context_features: torch.Tensor
@@ -62,8 +63,8 @@ def target_features(target: PreTrainedModel, indices: list[int], input_ids: torc
     """
     One pass of the target without its LM head.
 
-    There is no attention mask: rows are padded on the right, where a causal target never looks from a token before,
-    and without a mask attention takes its faster causal path.
+    No attention mask is passed: rows are padded on the right, so a causal target never attends to padding, and attention is
+    faster without a mask.
 
     Args:
         target: The frozen target.
@@ -89,7 +90,7 @@ def target_features(target: PreTrainedModel, indices: list[int], input_ids: torc
 def normalizers_and_argmax(
     head: SharedEmbeddings, hidden_states: torch.Tensor, rule: LogitRule, chunk_size: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log of the softmax denominator over the full vocabulary, and the most likely token, of `[N, D]` states."""
+    """Log of the softmax denominator over the full vocabulary, and the most likely token, for states `[N, D]`."""
     normalizers, ids = [], []
     for chunk in hidden_states.split(chunk_size):
         logits = rule(head.target_logits(chunk))  # [n, V]
@@ -107,22 +108,22 @@ def normalizers_and_argmax(
 @dataclass(frozen=True)
 class CachePlan:
     """
-    Which positions of a row are kept, which decides how large a cache is.
+    Decides for which positions of a row features are kept, and so how large a cache is.
 
-    Whatever is chosen, training sees exactly the features that it would compute on the way: those at a position that
-    no block can read are what is left out.
+    In any case, training uses exactly the features that it would compute on the fly; only features that no block uses are left
+    out.
 
     Args:
-        config: The drafter's.
-        dtype: Of the features on disk, bfloat16 or float16.
+        config: The drafter's configuration.
+        dtype: Dtype of the features on disk: bfloat16, float16 or float32.
         positions: `"all"`; `"response"` leaves out the last hidden states of prompts, which no draft is compared with;
-            `"anchors"` fixes the anchors once and for all (every epoch sees the same blocks) and keeps last hidden
-            states at their drafts and context up to the last anchor.
-        num_anchors: Blocks of a row that are fixed, for `"anchors"`.
-        seed: Draws them.
+        `"anchors"` chooses the anchors once, so that every epoch has the same blocks, and keeps last hidden states at
+        their drafts and context features up to the last anchor.
+        num_anchors: Anchors per row, for `"anchors"`.
+        seed: Seed of the anchors, for `"anchors"`.
 
     Raises:
-        ValueError: for other positions or number types than those.
+        ValueError: for other values of `positions` or `dtype`.
     """
 
     config: DrafterConfig
@@ -138,7 +139,7 @@ class CachePlan:
             raise ValueError(f"Features cannot be kept as {self.dtype}: give bfloat16, float16 or float32.")
 
     def anchor_mask(self, row: Mapping[str, Any]) -> torch.Tensor | None:
-        """The fixed anchors of a row, bool `[T]`; `None` where they are drawn again in every epoch."""
+        """The fixed anchors of a row, bool `[T]`; `None` if they are drawn in every epoch."""
         if self.positions != "anchors":
             return None
         ids, loss_mask = _tokens(row)
@@ -146,7 +147,7 @@ class CachePlan:
         mask[sample_anchors(loss_mask, self.num_anchors, row_generator(self.seed, 0, ids))] = True
         return mask
 
-    def law_mask(self, loss_mask: torch.Tensor, anchor_mask: torch.Tensor | None) -> torch.Tensor:
+    def compared_mask(self, loss_mask: torch.Tensor, anchor_mask: torch.Tensor | None) -> torch.Tensor:
         """Positions whose last hidden state is kept, bool `[T]`."""
         if self.positions == "all":
             return torch.ones_like(loss_mask)
@@ -167,7 +168,7 @@ class CachePlan:
         return int(found.max()) if len(found) else 0
 
     def description(self, target_name: str) -> dict[str, Any]:
-        """What must be the same for rows to share a cache; the target is named as it was loaded."""
+        """What has to be the same for all rows of a cache; `target_name` is the name it was loaded by."""
         config = self.config
         description = {
             "version": _VERSION,
@@ -183,18 +184,18 @@ class CachePlan:
         return description
 
     def num_bytes(self, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Bytes on disk of the features of rows, but for headers and the index."""
+        """Bytes on disk of the features of rows, without headers and the index."""
         return sum(self._row_bytes(row) for row in rows)
 
     def _row_bytes(self, row: Mapping[str, Any]) -> int:
         config, loss_mask, anchor_mask = self.config, _tokens(row)[1], self.anchor_mask(row)
-        token_bytes = 9 if anchor_mask is None else 10  # The token and its masks.
+        token_bytes = 9 if anchor_mask is None else 10  # The token id and its masks.
         state_bytes = (config.target_hidden_size or 0) * self.dtype.itemsize
-        law_bytes = state_bytes + (12 if config.draft_vocab_size is not None else 0)
+        compared_bytes = state_bytes + (12 if config.draft_vocab_size is not None else 0)
         return (
             token_bytes * len(loss_mask)
             + state_bytes * config.num_taps * self.context_length(len(loss_mask), anchor_mask)
-            + law_bytes * int(self.law_mask(loss_mask, anchor_mask).sum())
+            + compared_bytes * int(self.compared_mask(loss_mask, anchor_mask).sum())
         )
 
 
@@ -219,23 +220,23 @@ def cache_features(
     seed: int = 0,
 ) -> Path:
     """
-    Runs the target once over all rows and keeps what the drafter will read.
+    Runs the target once over all rows and writes the features that training needs.
 
     Args:
-        target: The target, in the dtype and on the device it is to run in.
-        config: The drafter's. With a `draft_vocab_size` each position also keeps the log of the target's softmax
-            denominator and its most likely token, so that training needs the logits of the draft vocabulary only.
-        rows: `{"input_ids": [T], "loss_mask": [T]}` each.
-        folder: Where to write; rows that are there already are not computed again. Rows may be added at the end.
-        batch_size: Rows a target pass.
-        shard_rows: Rows a file.
-        dtype: Of the features on disk.
+        target: The target, in the dtype and on the device to use.
+        config: The drafter's configuration. With a `draft_vocab_size`, the log of the target's softmax denominator and its
+        most likely token are kept too, so that training only computes logits of the draft vocabulary.
+        rows: Rows `{"input_ids": [T], "loss_mask": [T]}`.
+        folder: The cache. Rows that it contains already are not computed again. Rows can be added at the end.
+        batch_size: Rows per target pass.
+        shard_rows: Rows per file.
+        dtype: Dtype of the features on disk.
         progress: Show a progress bar.
         positions, num_anchors, seed: As in [`CachePlan`].
 
     Raises:
-        ValueError: when the folder holds features of other taps, rows or weights or is being written by another process,
-            the disk has no room, or float16 is too narrow for the target's hidden states.
+        ValueError: when the folder has features of other layers, rows or weights, or is being written by another process;
+        when there is not enough space on the disk; or when the target's hidden states are too large for float16.
     """
     plan = CachePlan(config, dtype, positions, num_anchors, seed)
     folder = Path(folder)
@@ -254,7 +255,7 @@ def _write_missing(
     shard_rows: int,
     progress: bool,
 ) -> None:
-    """The shards of the rows that the cache lacks."""
+    """Writes the shards of the rows that the cache does not contain yet."""
     index = _open_index(folder, plan.description(target.config.name_or_path or ""))
     done = _check_rows(folder, index, rows)
     if 0 < done < len(rows):
@@ -281,10 +282,10 @@ def amount(num_bytes: float) -> str:
 
 def check_space(folder: Path, plan: CachePlan, rows: Sequence[dict[str, Any]]) -> int:
     """
-    The bytes that caching rows in `folder` takes.
+    The number of bytes needed to cache rows in `folder`.
 
     Raises:
-        ValueError: when the disk has no room for them.
+        ValueError: when there is not enough space on the disk.
     """
     needed, free = plan.num_bytes(rows), shutil.disk_usage(folder).free
     if needed > free:
@@ -298,14 +299,14 @@ def check_space(folder: Path, plan: CachePlan, rows: Sequence[dict[str, Any]]) -
 
 class CachedFeatureDataset(Dataset[dict[str, Any]]):
     """
-    The rows of a feature cache, read from memory-mapped files as they are asked for.
+    The rows of a feature cache, read from memory-mapped files on access.
 
     Args:
-        folder: What [`cache_features`] wrote.
-        config (`DrafterConfig`, *optional*): The drafter's; checks that the cache holds the layers it taps.
+        folder: A folder written by [`cache_features`].
+        config (`DrafterConfig`, *optional*): The drafter's configuration, to check that the cache fits.
 
     Raises:
-        ValueError: when there is no cache in the folder, or it was made for other taps.
+        ValueError: when there is no cache in the folder, or it is for other tapped layers.
     """
 
     def __init__(self, folder: str | Path, config: DrafterConfig | None = None):
@@ -319,8 +320,8 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
         self.files = [shard["file"] for shard in index["shards"]]
         self.lengths = [length for shard in index["shards"] for length in shard["lengths"]]
         self.first_rows: list[int] = []
-        # Where each row begins, by kind of tensor: those of tokens, of context features and of distributions.
-        self.spans: dict[str, list[tuple[int, int]]] = {"lengths": [], "context_lengths": [], "law_lengths": []}
+        # The offset of each row in the tensors with tokens, with context features, and with what drafts are compared with.
+        self.spans: dict[str, list[tuple[int, int]]] = {"lengths": [], "context_lengths": [], "compared_lengths": []}
         for shard in index["shards"]:
             self.first_rows.append(len(self.spans["lengths"]))
             for kind, spans in self.spans.items():
@@ -343,7 +344,8 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
     @torch.no_grad()
     def check_target(self, target: PreTrainedModel) -> None:
         """
-        Compares the features of the first row's first tokens with the target's own: a name says nothing about weights.
+        Compares the features of the first row's first tokens with those of a target, because an equal name does not mean equal
+        weights.
 
         Raises:
             ValueError: when another target made them.
@@ -357,7 +359,7 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
             )
 
     def _difference(self, target: PreTrainedModel) -> float:
-        """Of the cached context features from the target's, relative, a median over tokens and tapped layers."""
+        """Relative difference between the cached context features and the target's, as median over tokens and tapped layers."""
         row = next((row for row, (begin, end) in enumerate(self.spans["context_lengths"]) if end > begin), None)
         if row is None:
             return 0.0
@@ -379,23 +381,23 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
             tensors["context_features"] = pad_rows([tensors["context_features"]], length)[0]
         if (positions := self.index.get("positions", "all")) != "all":
             plan = CachePlan(_Drafts(self.index.get("num_drafts")), positions=positions)  # type: ignore[arg-type]
-            kept = plan.law_mask(loss_mask, anchor_mask)
-            for key in set(_LAW_KEYS) & tensors.keys():
+            kept = plan.compared_mask(loss_mask, anchor_mask)
+            for key in set(_COMPARED_KEYS) & tensors.keys():
                 packed = tensors[key]
                 tensors[key] = packed.new_zeros(length, *packed.shape[1:])
                 tensors[key][kept] = packed
         return tensors
 
     def tokens(self, row: int) -> dict[str, torch.Tensor]:
-        """`input_ids` and `loss_mask` of a row alone."""
+        """Only `input_ids` and `loss_mask` of a row."""
         return self._read(row, ("input_ids", "loss_mask"))
 
     def verify(self) -> None:
         """
-        Reads every file and compares its checksum.
+        Reads every file and checks its hash.
 
         Raises:
-            ValueError: naming the damaged files.
+            ValueError: when files are damaged, with their names.
         """
         wrong = []
         for shard in tqdm(self.index["shards"], desc=f"Checking {self.folder}", unit="file", delay=5):
@@ -417,7 +419,9 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
         file = self._file(bisect_right(self.first_rows, row) - 1)
         tensors = {}
         for key in file.keys() if keys is None else keys:
-            kind = "law_lengths" if key in _LAW_KEYS else "context_lengths" if key == "context_features" else "lengths"
+            kind = "context_lengths" if key == "context_features" else "lengths"
+            if key in _COMPARED_KEYS:
+                kind = "compared_lengths"
             begin, end = self.spans[kind][row]
             tensors[key] = file.get_slice(key)[begin:end]
         return tensors
@@ -431,17 +435,17 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
         return self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": {}}  # Workers map the files themselves.
+        return self.__dict__ | {"_open": {}}  # Each worker process maps the files again.
 
 
 class _Drafts(NamedTuple):
-    """What `CachePlan.law_mask` reads of a configuration."""
+    """The field of a configuration that `CachePlan.compared_mask` needs."""
 
     num_draft_tokens: int | None
 
 
 class _ShardWriter:
-    """Runs the target over rows and writes what a plan keeps of them."""
+    """Runs the target over rows and writes the features that a plan keeps."""
 
     def __init__(self, target: PreTrainedModel, plan: CachePlan, batch_size: int):
         self.target, self.plan, self.batch_size = target, plan, batch_size
@@ -451,9 +455,10 @@ class _ShardWriter:
             self.head, self.rule = SharedEmbeddings(*target_embeddings(target)), logit_rule(target)
 
     def write(self, rows: Sequence[dict[str, Any]], folder: Path, name: str, bar: tqdm) -> dict[str, Any]:
-        """One file, whole or not at all; returns its entry in the index."""
+        """Writes one file, completely or not at all; returns its entry for the index."""
         found: list[dict[str, torch.Tensor]] = [{} for _ in rows]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # Rows of like length share a pass.
+        # Rows of similar length share a pass.
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
         for start in range(0, len(rows), self.batch_size):
             some = order[start : start + self.batch_size]
             for i, tensors in zip(some, self.batch([rows[i] for i in some])):
@@ -467,20 +472,20 @@ class _ShardWriter:
             "file": name,
             "lengths": [len(row["input_ids"]) for row in found],
             "context_lengths": [len(row["context_features"]) for row in found],
-            "law_lengths": [len(row["last_hidden_states"]) for row in found],
+            "compared_lengths": [len(row["last_hidden_states"]) for row in found],
             "digest": _rows_digest(rows),
             "sha256": checksum,
         }
 
     def batch(self, rows: list[dict[str, Any]]) -> Iterator[dict[str, torch.Tensor]]:
-        """What is kept of each of some rows, after one target pass over them."""
+        """The features to keep of each of some rows, after one target pass over them."""
         tokens = [_tokens(row) for row in rows]
         length = max(1, *(len(ids) for ids, _ in tokens))
         ids = pad_rows([ids for ids, _ in tokens], length)
         features = target_features(self.target, self.plan.config.hidden_state_indices, ids.to(self.target.device))
         for index, (row, (ids, loss_mask)) in enumerate(zip(rows, tokens)):
             anchor_mask = self.plan.anchor_mask(row)
-            kept = self.plan.law_mask(loss_mask, anchor_mask)
+            kept = self.plan.compared_mask(loss_mask, anchor_mask)
             size = self.plan.context_length(len(ids), anchor_mask)
             states = features.last_hidden_states[index, : len(ids)][kept.to(features.last_hidden_states.device)]
             yield {
@@ -493,7 +498,7 @@ class _ShardWriter:
             }
 
     def distributions(self, states: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Normalizers and most likely tokens, where drafts may be compared; for reduced draft vocabularies only."""
+        """Normalizers and most likely tokens of the positions that drafts are compared with; for reduced vocabularies only."""
         if self.head is None:
             return {}
         found = normalizers_and_argmax(self.head, states[loss_mask.to(states.device)], self.rule)
@@ -511,7 +516,7 @@ class _ShardWriter:
 
 
 def _open_index(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
-    """The index of a cache, new or found; refuses one of other features."""
+    """The index of a cache, new or existing; refuses a cache of other features."""
     index = _read_index(folder) or description | {"shards": []}
     there = {"positions": "all"} | index
     if different := [key for key, value in description.items() if there.get(key) != value]:
@@ -522,16 +527,16 @@ def _open_index(folder: Path, description: dict[str, Any]) -> dict[str, Any]:
 
 def check_cache_folder(folder: str | Path, plan: CachePlan, target_name: str) -> None:
     """
-    Before a target is loaded: whether its features can be written to a folder.
+    Checks, before a target is loaded, whether its features can be written to a folder.
 
     Raises:
-        ValueError: when the folder holds other features.
+        ValueError: when the folder contains other features.
     """
     _open_index(Path(folder), plan.description(target_name))
 
 
 def _check_rows(folder: Path, index: dict[str, Any], rows: Sequence[dict[str, Any]]) -> int:
-    """How many rows the cache has; refuses to go on with other rows."""
+    """How many rows the cache has; refuses a cache that was made from other rows."""
     start = 0
     for shard in index["shards"]:
         some = rows[start : start + len(shard["lengths"])]
@@ -553,7 +558,7 @@ def _rows_digest(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """The SHA-256 hash of a file, in hexadecimal."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 20):

@@ -1,4 +1,4 @@
-"""What a training run logs: a line per entry on the terminal, everything in a CSV file, and a figure at the end."""
+"""The log of a training run: a line per entry on the terminal, all figures in a CSV file, and a plot at the end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LINES_PER_HEADER = 30
 
 def print_lines(trainer: Trainer) -> None:
     """
-    Makes a trainer print a line with the most important figures where it would print a dictionary with all of them. Notebooks
-    keep transformers' own table.
+    Makes a trainer print a line with the most important figures, instead of a dictionary with all of them. In notebooks,
+    transformers' table stays.
     """
     printed = trainer.pop_callback(PrinterCallback)
     bar = trainer.pop_callback(ProgressCallback)
@@ -41,7 +41,7 @@ def print_lines(trainer: Trainer) -> None:
 
 
 class ProgressBar(ProgressCallback):
-    """transformers' progress bar without the dictionaries."""
+    """transformers' progress bar, which does not print the log dictionaries."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -49,11 +49,11 @@ class ProgressBar(ProgressCallback):
 
 class LogLines(TrainerCallback):
     """
-    A table on standard error: a line for each entry of training and of evaluation.
+    Prints a table to standard error, with a line per log entry of training and of evaluation.
 
-    `tokens/pass` is the expected number of tokens that a pass of the target gives when drafts are sampled, `greedy` the same
-    for greedy drafts, `1st draft` the probability that the first draft is accepted, `rate` the learning rate. They are computed
-    on the text of the data; `dspark-hf bench` measures generation.
+    `tokens/pass` is the expected number of tokens per target pass with sampled drafts, `greedy` the same with greedy drafts,
+    `1st draft` the probability that the first draft is accepted, `rate` the learning rate. They are computed on the text of
+    the data; `dspark-hf bench` measures generation.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class LogLines(TrainerCallback):
 
     @staticmethod
     def _print(line: str) -> None:
-        tqdm.write(line, file=sys.stderr)  # above the progress bar, where there is one
+        tqdm.write(line, file=sys.stderr)  # above the progress bar, if there is one
 
 
 def duration(seconds: float) -> str:
@@ -102,11 +102,11 @@ def duration(seconds: float) -> str:
 
 class CsvLog(TrainerCallback):
     """
-    Keeps everything the trainer logs in `log.csv` of the output folder: one row per entry, one column per figure, and a
+    Writes everything the trainer logs to `log.csv` in the output folder: one row per entry, one column per figure, and a
     column with the hours of training so far.
 
-    The whole table is written each time, since later entries bring further columns. A resumed run continues the entries and
-    the hours of the run before. Only the first process writes.
+    The whole table is rewritten each time, because later entries may have more columns. A resumed run continues the entries
+    and the hours of the interrupted run. Only the first process writes.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class CsvLog(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.log_history:
             return
-        hours = hours_of(state.log_history)  # of a finished run that is only evaluated again
+        hours = hours_of(state.log_history)  # a finished run is only evaluated again
         if self._began is not None:
             hours = self._hours_before + (time.perf_counter() - self._began) / 3600
         state.log_history[-1]["hours"] = hours
@@ -145,7 +145,7 @@ def write_csv(history: list[dict[str, float]], path: Path) -> None:
 
 def training_figure(history: list[dict[str, float]]) -> Any:
     """
-    Loss, tokens per target pass, and acceptance by position at the end.
+    Plots the loss, the tokens per target pass, and the final acceptance by position.
 
     Returns:
         A matplotlib `Figure`; `.savefig(path)` writes it.

@@ -1,13 +1,13 @@
-"""The training loss (paper section 4): cross-entropy, total variation and the confidence head's.
+"""The training loss (paper section 4): cross-entropy, total variation, and the loss of the confidence head.
 
     L = ce_weight * CE + tv_weight * TV + confidence_weight * CONF
 
-`TV = ||p_d - p_t||_1` is not halved; the confidence head learns `1 - TV / 2`, the probability that a draft passes. Each
-term is a mean over the drafts that count, weighted by their position; numerator and denominator are summed over
-everything that makes one optimiser step, so how a batch is cut into micro-batches and ranks does not change it.
+`TV = ||p_d - p_t||_1` is not halved; the confidence head learns `1 - TV / 2`, the probability that a draft is accepted. Each
+term is a mean over the drafts that count, weighted by their position. Numerator and denominator are summed over the whole
+optimiser step, so the loss does not depend on how the batch is divided into micro-batches and ranks.
 
-[`eager_losses`] is the definition. [`chunked_losses`] computes the same a few drafts at a time, gradients included, so
-that no logits of all drafts at once ever exist: with 512 anchors and a vocabulary of 150,000 they would be gigabytes.
+[`eager_losses`] is the definition. [`chunked_losses`] computes the same, including gradients, for a few drafts at a time,
+because the logits of all drafts would take gigabytes with 512 anchors and a vocabulary of 150,000.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..drafter import Drafter
 from ..embeddings import SharedEmbeddings
 from .target_logits import LogitRule
 
-NUM_BINS = 20  # Of confidence, as in `dspark_hf.scheduling.measure_reliability`.
-_EPSILON = 1e-6  # In the denominator of every mean: a step without a single counted draft has loss 0.
+NUM_BINS = 20  # Bins of the confidence, as in `dspark_hf.scheduling.measure_reliability`.
+_EPSILON = 1e-6  # Added to the denominator of every mean, so that a step without counted drafts has loss 0.
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """How much each term counts."""
+    """Weights of the terms of the loss."""
 
     ce: float = 0.1
     tv: float = 0.9
@@ -38,15 +38,15 @@ class LossWeights:
 
 class DraftTargets(NamedTuple):
     """
-    What drafts are compared with. `N` are any leading axes.
+    What drafts are compared with. `N` stands for any leading axes.
 
     Args:
         labels (`[N]`): The true token.
         hidden_states (`[N, D]`): The target's last hidden state (after its final norm) that predicts the token.
         weights (`[N]`): Position weight; 0 where a draft does not count.
         log_normalizers (`[N]`, *optional*): Log of the target's softmax denominator over the FULL vocabulary.
-        greedy_ids (`[N]`, *optional*): The target's most likely token. Given together with `log_normalizers`: then a
-            reduced draft vocabulary needs no other logits than its own.
+        greedy_ids (`[N]`, *optional*): The target's most likely token. Together with `log_normalizers`, it makes the logits
+        of tokens outside a reduced draft vocabulary unnecessary.
     """
 
     labels: torch.Tensor
@@ -56,13 +56,13 @@ class DraftTargets(NamedTuple):
     greedy_ids: torch.Tensor | None = None
 
     def select(self, index: Any) -> DraftTargets:
-        """The same of some of the drafts."""
+        """The targets of some of the drafts."""
         some: list[Any] = [None if values is None else values[index] for values in self]
         return DraftTargets(*some)
 
 
 class DraftLosses(NamedTuple):
-    """Of each draft, `[N]`: cross-entropy, total variation (in [0, 2]), and whether both argmaxes agree."""
+    """For each draft `[N]`: cross-entropy, total variation (in [0, 2]), and whether both argmaxes agree."""
 
     cross_entropy: torch.Tensor
     total_variation: torch.Tensor
@@ -74,8 +74,8 @@ class TargetDistribution(NamedTuple):
     The target's distribution over the draft vocabulary.
 
     Args:
-        probs (`[N, V_draft]`): float32; sums to less than 1 where the draft vocabulary is reduced.
-        outside (`[N]`): Probability of all other tokens.
+        probs (`[N, V_draft]`): float32; the sum is less than 1 for a reduced draft vocabulary.
+        outside (`[N]`): Total probability of the other tokens.
         greedy_ids (`[N]`): The most likely token of the full vocabulary.
     """
 
@@ -86,11 +86,11 @@ class TargetDistribution(NamedTuple):
 
 class TargetHead:
     """
-    The target's distribution from its last hidden states.
+    Computes the target's distribution from its last hidden states.
 
     Args:
-        embeddings (`SharedEmbeddings`): The target's own embedding and LM head, with the drafter's draft vocabulary.
-        rule (`LogitRule`): What the target does to its head's output.
+        embeddings (`SharedEmbeddings`): The target's embedding and LM head, with the drafter's draft vocabulary.
+        rule (`LogitRule`): The scaling and soft cap that the target applies to its head's output.
     """
 
     def __init__(self, embeddings: SharedEmbeddings, rule: LogitRule = LogitRule()):  # noqa: B008 (immutable)
@@ -101,7 +101,7 @@ class TargetHead:
 
     @torch.no_grad()
     def distribution(self, targets: DraftTargets) -> TargetDistribution:
-        """`[N, D]` hidden states -> the distribution of each."""
+        """The distributions for hidden states `[N, D]`."""
         ids = self.draft_token_ids
         if ids is None or targets.log_normalizers is None or targets.greedy_ids is None:
             logits = self.rule(self.embeddings.target_logits(targets.hidden_states))  # [N, V]
@@ -116,12 +116,12 @@ class TargetHead:
         return TargetDistribution(probs, outside, greedy_ids)
 
     def draft_indices(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Where tokens are in the draft vocabulary; -1 for those that are not."""
+        """Indices of tokens in the draft vocabulary; -1 for other tokens."""
         return draft_indices(self.draft_token_ids, token_ids)
 
 
 def draft_indices(draft_token_ids: torch.Tensor | None, token_ids: torch.Tensor) -> torch.Tensor:
-    """Where tokens are in a draft vocabulary (ascending; `None` for the full one); -1 for those that are not."""
+    """Indices of tokens in a draft vocabulary (ascending; `None` for the full one); -1 for other tokens."""
     if draft_token_ids is None:
         return token_ids
     ids = draft_token_ids.to(token_ids.device)
@@ -140,9 +140,9 @@ def eager_losses(
 
     Args:
         draft_logits: Base logits plus transition bias, `[N, V_draft]`.
-        distribution: The target's.
-        label_index, greedy_index: The true token and the target's most likely one in the draft vocabulary, `[N]`; -1
-            outside it. A true token outside has no cross-entropy: nothing the drafter does could lower it.
+        distribution: The target's distribution.
+        label_index, greedy_index: Index in the draft vocabulary of the true token and of the target's most likely token,
+        `[N]`; -1 outside it. For a true token outside, the cross-entropy is 0, because the drafter cannot predict it.
     """
     log_probs = draft_logits.float().log_softmax(dim=-1)  # [N, V_draft]
     cross_entropy = -log_probs.gather(-1, label_index.clamp_min(0)[..., None]).squeeze(-1)
@@ -160,10 +160,10 @@ def losses_and_gradient(
     tv_weights: torch.Tensor,
 ) -> tuple[DraftLosses, torch.Tensor]:
     """
-    As [`eager_losses`], and the gradient of `sum(ce_weights * CE + tv_weights * TV)` with respect to the logits.
+    [`eager_losses`] together with the gradient of `sum(ce_weights * CE + tv_weights * TV)` with respect to the logits.
 
-    With `s = sign(p_d - p_t)` it is `ce (p_d - onehot) + tv p_d (s - <p_d, s>)`. Works in place: the logits and the
-    distribution's probabilities are destroyed.
+    With `s = sign(p_d - p_t)`, the gradient is `ce (p_d - onehot) + tv p_d (s - <p_d, s>)`. It overwrites the logits and the
+    probabilities of the distribution.
     """
     inside = label_index >= 0
     label_index = label_index.clamp_min(0)[:, None]
@@ -189,7 +189,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
     Weighted sum of CE and TV over all drafts, with its gradient computed chunk by chunk in the forward pass.
 
-    Unlike checkpointing this computes every chunk once, and keeps no logits at all between forward and backward.
+    Unlike checkpointing, this computes every chunk only once, and keeps no logits between forward and backward.
     """
 
     @staticmethod
@@ -253,15 +253,16 @@ def chunked_losses(
     chunk_size: int,
 ) -> tuple[torch.Tensor, DraftLosses]:
     """
-    `sum(w (ce_weight CE + tv_weight TV))` over all drafts, differentiable, and the losses of each draft, which are not.
+    Returns `sum(w (ce_weight CE + tv_weight TV))` over all drafts, and the losses of each draft, which are not differentiable.
 
     Args:
-        drafter, embeddings, head: Whose logits and distribution.
-        hidden_states: The backbone's, `[N, D]`.
-        features: Of `drafter.sequential_features`, `[N, r]`; `None` where it has none.
+        drafter, embeddings: Compute the draft logits.
+        head: Computes the target's distribution.
+        hidden_states: Hidden states of the backbone, `[N, D]`.
+        features: From `drafter.sequential_features`, `[N, r]` or `None`.
         targets: What to compare with, `[N]`.
-        weights: Of the terms.
-        chunk_size: Drafts whose logits exist at once.
+        weights: Weights of the terms.
+        chunk_size: Number of drafts whose logits are in memory at a time.
     """
     label_index = head.draft_indices(targets.labels)
 
@@ -294,17 +295,17 @@ def chunked_losses(
 @dataclass
 class DSparkObjective:
     """
-    The loss of one micro-batch, as `drafter.forward(..., objective=...)` calls it.
+    The loss of one micro-batch, for `drafter.forward(..., objective=...)`.
 
     Args:
-        head (`TargetHead`): The target's distribution.
-        embeddings (`SharedEmbeddings`): The drafter's.
-        targets (`DraftTargets`): Of shape `[B, A, J]`.
+        head (`TargetHead`): Computes the target's distribution.
+        embeddings (`SharedEmbeddings`): The embedding and LM head that the drafter uses.
+        targets (`DraftTargets`): What to compare with, `[B, A, J]`.
         previous_ids (`torch.Tensor`): The true token before each draft, `[B, A, J]` (teacher forcing).
         weights (`LossWeights`): Of the terms.
-        normalizer (`torch.Tensor`, *optional*): Sum of the position weights of everything in the optimiser step; of this
-            micro-batch by default.
-        chunk_size (`int`): Drafts whose logits exist at once; 0 computes all at once with [`eager_losses`].
+        normalizer (`torch.Tensor`, *optional*): Sum of the position weights in the whole optimiser step; by default that of
+            this micro-batch.
+        chunk_size (`int`): Number of drafts whose logits are in memory at a time; 0 uses [`eager_losses`] for all at once.
     """
 
     head: TargetHead
@@ -316,12 +317,12 @@ class DSparkObjective:
     chunk_size: int = 1024
 
     def __call__(self, drafter: Drafter, hidden_states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Hidden states `[B, A * G, D]` -> the loss and the sums of [`metric_sums`]."""
+        """The loss and the sums of [`metric_sums`] for hidden states `[B, A * G, D]`."""
         batch, num_anchors, num_drafts = self.previous_ids.shape
         hidden = hidden_states.view(batch, num_anchors, -1, hidden_states.shape[-1])
-        hidden = hidden[:, :, -num_drafts:]  # The anchor's own slot predicts nothing where there is one slot more.
+        hidden = hidden[:, :, -num_drafts:]  # Leaves out the anchor's slot if it predicts nothing.
         counted = self.targets.weights > 0  # [B, A, J]
-        # Before the selection: a recurrent head has to walk through all slots of a block.
+        # Before the selection, because a recurrent head has to go through all slots of a block.
         features = drafter.sequential_features(self.previous_ids, hidden)  # [B, A, J, r]
         features = None if features is None else features[counted]  # [N, r]
         hidden, targets = hidden[counted], self.targets.select(counted)  # [N, D]
@@ -351,7 +352,7 @@ class DSparkObjective:
     def eager(
         self, drafter: Drafter, hidden: torch.Tensor, features: torch.Tensor | None, targets: DraftTargets
     ) -> tuple[torch.Tensor, DraftLosses]:
-        """The readable form of [`chunked_losses`]."""
+        """The loss as in [`chunked_losses`], computed with [`eager_losses`]."""
         distribution = self.head.distribution(targets)
         label_index, greedy_index = (
             self.head.draft_indices(targets.labels),
@@ -376,12 +377,12 @@ def metric_sums(
     confidence_loss: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """
-    Sums from which [`summed_metrics`] makes the logged numbers; those of several batches are simply added.
+    Sums from which [`summed_metrics`] computes the logged figures. The sums of several batches can be added.
 
     Args:
         counted: `[B, A, J]`, bool.
-        weights, losses, acceptance, confidence: Of the `N` counted drafts.
-        confidence_loss: Already summed.
+        weights, losses, acceptance, confidence: Values for the `N` counted drafts.
+        confidence_loss: Sum over these drafts.
     """
 
     def by_draft(values: torch.Tensor) -> torch.Tensor:
@@ -400,7 +401,7 @@ def metric_sums(
         "counted": total(counted.float()),
         "acceptance": total(accepted),
         "agreement": total(agrees),
-        # Counted drafts are a prefix of their block, so these products never cross an uncounted one.
+        # Counted drafts are a prefix of their block, so no uncounted draft is part of these products.
         "survival": total(accepted.cumprod(dim=-1)),
         "greedy_survival": total(agrees.cumprod(dim=-1)),
     }
@@ -415,13 +416,13 @@ def metric_sums(
 
 def summed_metrics(sums: dict[str, torch.Tensor], weights: LossWeights) -> dict[str, float]:
     """
-    The logged numbers.
+    The logged figures.
 
-    `acceptance_length` is the expected number of tokens a target pass commits, bonus included, when drafts are sampled
-    and the text so far is that of the data; `greedy_acceptance_length` the same for greedy drafting. `acceptance_k` is
-    the probability that draft `k` (from 1) passes when those before it did. `confidence_error` and `confidence_bias`
-    are the mean absolute and signed difference between confidence and that probability, `confidence_ece` the expected
-    calibration error: the signed difference of each of 20 equal bins of confidence, averaged over drafts.
+    `acceptance_length` is the expected number of tokens per target pass, including the target's token, with sampled drafts
+    after the text of the data; `greedy_acceptance_length` is the same with greedy drafts. `acceptance_k` is the probability
+    that draft `k` (from 1) is accepted if those before it are. `confidence_error` and `confidence_bias` are the mean absolute
+    and signed difference between confidence and that probability. `confidence_ece` is the expected calibration error: the
+    absolute mean difference in each of 20 equal bins of confidence, averaged over drafts.
     """
     weight = float(sums["weight"]) + _EPSILON
     counted = sums["counted"].clamp_min(1)

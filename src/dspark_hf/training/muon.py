@@ -1,8 +1,8 @@
 """Muon for the drafter's matrices, AdamW for everything else.
 
-Muon (Jordan et al., 2024) replaces a matrix's momentum by the nearest orthogonal one before it steps, so that all of its
-directions learn at one pace. With drafters a few layers deep it reaches the loss of AdamW in about half the steps, at
-the cost of a few small matrix products per step.
+Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal matrix before each step, so that all
+directions learn at the same rate. For drafters of a few layers, it reaches the loss of AdamW in about half the steps, at the
+cost of a few small matrix products per step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 
 class MuonAdamW(torch.optim.Optimizer):
     """
-    `torch.optim.Muon` and `torch.optim.AdamW` as one optimiser, which is what a `Trainer` schedules, saves and resumes.
+    Combines `torch.optim.Muon` and `torch.optim.AdamW` into one optimiser, because a `Trainer` handles only one.
 
     Args:
         matrices: Two-dimensional parameters that Muon trains.
         others: Parameters that AdamW trains.
-        lr, weight_decay: For both. Muon's updates are scaled to the size of AdamW's (Liu et al., 2025), so that one learning
-            rate serves both.
+        lr, weight_decay: For both. Muon's updates are scaled to the size of AdamW's (Liu et al., 2025), so the same learning
+        rate works for both.
         betas, eps: For AdamW.
 
     Raises:
@@ -54,7 +54,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Gives both optimisers this one's groups and state, so that a schedule or a checkpoint reaches them."""
+        """Makes both optimisers use the groups and state of this one, so that schedules and checkpoints affect them."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups = [group]
             part.state = self.state
@@ -75,8 +75,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def split_parameters(drafter: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """
-    What Muon trains, the matrices of the draft layers and of the context projection, and what AdamW trains: norms,
-    biases, and the heads, whose rows stand for tokens.
+    The parameters for Muon (the matrices of the draft layers and of the context projection) and those for AdamW (norms, biases,
+    and the heads, whose rows belong to tokens).
     """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []

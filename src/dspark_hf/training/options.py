@@ -1,4 +1,4 @@
-"""Everything that `dspark-hf train` can be told, sorted into options, the drafter's configuration and training arguments."""
+"""Sorts the settings of `dspark-hf train` into options, fields of the drafter's configuration and training arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 from ..registry import config_classes, presets
 from .arguments import DSparkTrainingArguments
 
-# Fields of a configuration that describe a file, not a drafter to be made.
+# Fields of a configuration that describe a checkpoint and cannot be chosen for a new drafter.
 _NOT_SETTINGS = ("tie_word_embeddings", "has_embed_tokens", "has_lm_head", "confidence_temperatures", "use_cache")
-# Where a run of training differs from what `TrainingArguments` does by default.
+# Defaults of `dspark-hf train` that differ from those of `TrainingArguments`.
 RUN_DEFAULTS = {"save_total_limit": 2, "metric_for_best_model": "eval_acceptance_length", "greater_is_better": True}
 LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc")
 
@@ -21,28 +21,28 @@ LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 @dataclass
 class TrainOptions:
     """
-    What to train on what. The rest is in [`DSparkTrainingArguments`] and in the drafter's configuration.
+    What to train and on which data. The other settings are in [`DSparkTrainingArguments`] and in the drafter's configuration.
 
     Args:
         target: The target, a folder or a model on the Hub. It is not trained.
-        data: What to learn from: JSONL files of the target's responses, data sets on the Hub with a `messages` column, or
-            folders of cached features.
+        data: Training data: JSONL files of the target's responses, data sets on the Hub with a `messages` column, or folders
+        of cached features.
         eval_data: Conversations for evaluation; a part of `data` by default.
-        held_out: Share of the conversations in `data` that is kept for evaluation, chosen by the prompt's tokens.
+        held_out: Share of the conversations in `data` that is used for evaluation instead, chosen by the prompt's tokens.
         split: Split of data sets on the Hub.
-        thinking: The chat template's `enable_thinking` switch, as the responses were made with.
-        drafter: Start from this drafter instead of a new one. Where its configuration is to change, weights of the same name
-            and shape are kept.
-        kind: Kind of a new drafter, such as `"dspark"`; [`~dspark_hf.registry.presets`] has all of them.
-        mask_token: Token at masked slots, by name.
-        target_dtype: Floating-point type of the target, `"auto"` for that of its files.
-        target_device: Where the target is, `"auto"` to spread it; on the drafter's device by default.
+        thinking: The chat template's `enable_thinking` switch with which the responses were made.
+        drafter: Start from this drafter instead of a new one. If its configuration is changed, weights of the same name and
+        shape are kept.
+        kind: Kind of a new drafter, one of [`~dspark_hf.registry.presets`] such as `"dspark"`.
+        mask_token: Token at masked slots, by its text.
+        target_dtype: Dtype of the target, `"auto"` for that of its files.
+        target_device: Device of the target, `"auto"` to spread it over all; by default the drafter's device.
         attn_implementation: The drafter's attention; `"flex_attention"` on CUDA and `"sdpa"` elsewhere by default.
         lora_rank: Train LoRA adapters of this rank and the heads instead of all weights.
         lora_alpha: LoRA's scale; twice the rank by default.
-        lora_dropout: Dropout in front of the adapters.
+        lora_dropout: Dropout before the adapters.
         lora_target_modules: Linear layers that get an adapter.
-        lora_heads: Train whole copies of the sequential and the confidence head with the adapters.
+        lora_heads: Also train the sequential and the confidence head in full.
         resume: Continue from the last checkpoint in the output folder, if there is one.
     """
 
@@ -72,13 +72,13 @@ class TrainOptions:
 
 class TrainCommand(NamedTuple):
     """
-    What a run was told.
+    The settings of a run.
 
     Args:
-        options: What to train on what.
-        drafter: Fields of the drafter's configuration that were given.
-        arguments: The trainer's.
-        given: Everything that was given, by name.
+        options: What to train and on which data.
+        drafter: The given fields of the drafter's configuration.
+        arguments: The training arguments.
+        given: All given settings by name.
     """
 
     options: TrainOptions
@@ -89,11 +89,11 @@ class TrainCommand(NamedTuple):
 
 def train_command(settings: dict[str, Any]) -> TrainCommand:
     """
-    Sorts settings by name.
+    Sorts settings by their names.
 
     Args:
-        settings: Fields of [`TrainOptions`], of the drafter's configuration and of [`DSparkTrainingArguments`]. Those not
-            given have their defaults.
+        settings: Fields of [`TrainOptions`], of the drafter's configuration and of [`DSparkTrainingArguments`]. Others have
+        their defaults.
 
     Raises:
         ValueError: for a name that is none of these, or a value of the wrong type.
@@ -112,7 +112,7 @@ def train_command(settings: dict[str, Any]) -> TrainCommand:
 
 
 def drafter_fields() -> dict[str, Any]:
-    """The fields of the configurations of all kinds of drafter that can be set, with their types."""
+    """The fields of all kinds of drafter configurations that can be set, with their types."""
     found: dict[str, Any] = {}
     for configuration in config_classes().values():
         found |= configuration.own_fields()
@@ -134,7 +134,7 @@ def _unknown_text(unknown: list[str], known: list[str]) -> str:
 
 def converted(name: str, value: Any, kind: Any) -> Any:
     """
-    A value from a file or a command line as a field's type has it: YAML reads 6e-4 as text, and 1 as a whole number.
+    Converts a value from a file or a command line to the type of a field. For instance, YAML reads 6e-4 as text, and 1 as `int`.
 
     Raises:
         ValueError: when the value cannot be of this type.
@@ -163,7 +163,7 @@ def converted(name: str, value: Any, kind: Any) -> Any:
 
 
 def _evaluate_when_saving(training: dict[str, Any], is_evaluated: bool) -> None:
-    """Unless told otherwise: evaluates whenever a checkpoint is written, so that the best one can be kept."""
+    """By default, evaluates whenever a checkpoint is written, so that the best one can be kept."""
     if training.get("eval_strategy") is not None:
         return
     training["eval_strategy"] = "no"

@@ -1,4 +1,4 @@
-"""A whole run of training, as `dspark-hf train` does it: target, drafter, data, trainer, and what is left at the end."""
+"""A complete training run, as by `dspark-hf train`: loads target, drafter and data, trains, and writes the results."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class TrainingRun:
     The result of a run.
 
     Args:
-        trainer: With the best drafter and the history.
-        data: The sources of rows, with the indices trained on and held out.
-        metrics: Of the last evaluation, by name; empty where nothing was held out.
+        trainer: The trainer, with the best drafter and the history.
+        data: The sources of rows, each with the indices of training rows and of held-out rows.
+        metrics: Metrics of the last evaluation by name; empty if nothing was held out.
     """
 
     trainer: DSparkTrainer
@@ -61,7 +61,7 @@ def train(command: TrainCommand) -> TrainingRun:
     Trains a drafter, or resumes an interrupted run, and saves it in `output_dir`.
 
     Args:
-        command: As [`~dspark_hf.training.options.train_command`] gives it.
+        command: From [`~dspark_hf.training.options.train_command`].
 
     Raises:
         ValueError: when target, drafter, data and options do not fit one another.
@@ -112,7 +112,7 @@ def train(command: TrainCommand) -> TrainingRun:
 
 def check_before_loading(command: TrainCommand) -> None:
     """
-    What can be known without weights, so that a mistake shows at once.
+    Checks what can be checked without loading weights, so that mistakes are reported immediately.
 
     Raises:
         ValueError, OSError: when the target is not one, the drafter is not one, a source of data does not exist, or the
@@ -129,7 +129,7 @@ def check_before_loading(command: TrainCommand) -> None:
 
 
 def checkpoint_of(command: TrainCommand) -> str | None:
-    """The checkpoint from which a run resumes; `None` for a run from the start."""
+    """The checkpoint from which to resume; `None` to start from the beginning."""
     arguments = command.arguments
     if arguments.resume_from_checkpoint:
         return arguments.resume_from_checkpoint
@@ -137,7 +137,7 @@ def checkpoint_of(command: TrainCommand) -> str | None:
 
 
 def load_frozen_target(options: TrainOptions) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
-    """The target, in the dtype and place that were asked for, and its tokenizer."""
+    """The target, in the dtype and on the device of the options, and its tokenizer."""
     device = options.target_device
     placed: dict[str, Any] = {}
     if device is not None:
@@ -174,7 +174,7 @@ def starting_drafter(
 def new_drafter(
     options: TrainOptions, fields: dict[str, Any], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Any:
-    """A drafter with random weights. What it taps is what the caches hold, where there are caches."""
+    """A drafter with random weights. It taps the layers of the feature caches, if there are any."""
     cached = [cache_index(source) for source in options.data if is_cache(source)]
     if cached:
         fields.setdefault("target_layer_ids", cached[0]["target_layer_ids"])
@@ -191,7 +191,7 @@ def new_drafter(
 
 def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
     """
-    The id of a token by name.
+    The id of a token.
 
     Raises:
         ValueError: when the tokenizer has no such token.
@@ -207,7 +207,7 @@ def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 def load_data(
     command: TrainCommand, config: DrafterConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[TrainingData, list[int], list[int]]]:
-    """Every source with the rows to train on and those held out."""
+    """All sources, each with the indices of training rows and of held-out rows."""
     options = command.options
     template = command.arguments.template_options
     encoding = {
@@ -228,9 +228,9 @@ def load_data(
 
 
 def used_tokens(config: DrafterConfig, data: Any, end_ids: list[int]) -> torch.Tensor:
-    """The draft vocabulary: what the training rows' responses use most."""
+    """The draft vocabulary: the most frequent tokens in the responses of the training rows."""
     rows = (source.tokens(index) for source, trained, _ in data for index in trained)
-    assert config.draft_vocab_size is not None, "asked for only then"
+    assert config.draft_vocab_size is not None, "only called with a draft vocabulary"
     return select_draft_vocabulary(rows, config.vocab_size, config.draft_vocab_size, end_ids)
 
 
@@ -241,7 +241,7 @@ def check_same_drafter(config: DrafterConfig, checkpoint: str) -> None:
     """
     here = json.loads(config.to_json_string(use_diff=False))
     own = {"model_type"} | config.own_fields().keys()
-    own -= {"bos_token_id", "eos_token_id", "pad_token_id"}  # The Trainer takes them from the tokenizer.
+    own -= {"bos_token_id", "eos_token_id", "pad_token_id"}  # The Trainer sets these from the tokenizer.
     if there := drafter_config_of(checkpoint):
         refuse_differences(
             {name: here[name] for name in sorted(own & here.keys())},
@@ -251,7 +251,7 @@ def check_same_drafter(config: DrafterConfig, checkpoint: str) -> None:
 
 
 def drafter_config_of(checkpoint: str) -> dict[str, Any]:
-    """The configuration in a checkpoint; that of an adapter has none."""
+    """The configuration in a checkpoint; empty for a checkpoint with an adapter."""
     file = Path(checkpoint) / CONFIG_NAME
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
@@ -259,7 +259,7 @@ def drafter_config_of(checkpoint: str) -> dict[str, Any]:
 def refuse_differences(here: dict[str, Any], there: dict[str, Any], checkpoint: str) -> None:
     """
     Raises:
-        ValueError: when fields of two configurations differ, with their names.
+        ValueError: when fields of two configurations differ; the message lists them.
     """
     different = [
         f"{name} ({there[name]} there, {value} here)"
@@ -274,7 +274,7 @@ def refuse_differences(here: dict[str, Any], there: dict[str, Any], checkpoint: 
 
 
 def warn_of_no_evaluation(options: TrainOptions, data: list[tuple[TrainingData, list[int], list[int]]]) -> None:
-    """Where a share was to be held out, and the data is too little for it."""
+    """Warns if a share was to be held out, but there are too few conversations."""
     if options.held_out:
         rows = sum(len(source.rows) for source, _, _ in data)
         logger.warning(
@@ -285,8 +285,8 @@ def warn_of_no_evaluation(options: TrainOptions, data: list[tuple[TrainingData, 
 
 def take_finished(trainer: DSparkTrainer, checkpoint: str | None) -> bool:
     """
-    Whether a checkpoint is the end of its run, whose drafter the trainer then has. (The Trainer itself would go one
-    step beyond.)
+    Whether a checkpoint is from the end of its run; if so, loads it into the trainer. (The Trainer itself would make one step
+    more.)
     """
     if checkpoint is None or not (file := Path(checkpoint) / TRAINER_STATE_NAME).exists():
         return False

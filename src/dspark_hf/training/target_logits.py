@@ -1,7 +1,8 @@
-"""What a target does to the output of its LM head before it is the logits of its distribution: a factor, then a soft cap.
+"""The factor and soft cap that a target applies to the output of its LM head to get its logits.
 
-Families name the factor differently, and one name multiplies here and divides there (Cohere's `logit_scale`, Granite's
-`logits_scaling`, HyperCLOVA X's `logits_scaling`, Falcon-H1's `lm_head_multiplier`), so it is measured, not read.
+Model families have different names for the factor, and the same name can mean multiplication in one family and division in
+another (Cohere's `logit_scale`, Granite's and HyperCLOVA X's `logits_scaling`, Falcon-H1's `lm_head_multiplier`). So it is
+measured instead of being read from the configuration.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from transformers import PreTrainedModel
 
 from ..embeddings import target_embeddings
 
-_TOKENS = 16  # Of the text that is measured.
-_SAME = 5e-3  # A factor this near 1 is 1: sixteen-bit logits are not rounded finer.
-_UNEXPLAINED = 0.05  # Share of the logits' norm that factor and cap may leave unexplained: again, rounding.
+_TOKENS = 16  # Tokens of the text used for measuring.
+_SAME = 5e-3  # A factor closer to 1 than this counts as 1, because 16-bit logits are not more precise.
+_UNEXPLAINED = 0.05  # Largest share of the logits' norm that factor and soft cap do not explain, because of rounding.
 
 
 class LogitRule(NamedTuple):
     """
     Args:
         scale: Factor on the LM head's output.
-        softcap: `c` of `c * tanh(logits / c)`, applied after the factor; `None` for none.
+        softcap: `c` in `c * tanh(logits / c)`, applied after the factor; `None` for no soft cap.
     """
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The head's output `[..., V]` -> the distribution's logits, float32, in memory of their own."""
+        """The target's logits in float32, from the head's output `[..., V]`, which is not modified."""
         logits = logits.to(torch.float32, copy=True)
         if self.scale != 1.0:
             logits.mul_(self.scale)
@@ -44,8 +45,8 @@ def logit_rule(target: PreTrainedModel) -> LogitRule:
     Compares the target's logits with its LM head's output on a few tokens.
 
     Raises:
-        ValueError: when no factor and the configured soft cap explain the logits. Training would then teach the
-            drafter another distribution than the one that verifies its drafts.
+        ValueError: when a factor and the configured soft cap do not explain the logits. The drafter would then learn a
+        distribution that is not the target's.
     """
     text = target.config.get_text_config(decoder=True)
     softcap = getattr(text, "final_logit_softcapping", None)

@@ -1,9 +1,9 @@
 """Training a drafter against its frozen target, as a [`~transformers.Trainer`].
 
-One step: rows of tokens and their anchors come from the collator; the target's features come from the cache, or from
-one pass of the target; each anchor's block goes through the drafter in ONE parallel pass that lets it see the context
-before its anchor and nothing of other blocks; the objective is called inside the drafter's `forward`, so wrappers that
-gather sharded parameters there (FSDP, DDP) see the whole computation.
+In each step, the collator gives rows of tokens with their anchors. The target's features come from a cache or from one pass
+of the target. The blocks of all anchors go through the drafter in one pass, in which each sees the context before its anchor
+and no other block. The objective is called inside the drafter's `forward`, so that wrappers that gather sharded parameters
+there (FSDP, DDP) include it.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class DSparkTrainer(TrainerHooks, Trainer):
     ```
 
     Args:
-        model (`Drafter`): The drafter. Weights in 16 bits are trained as float32 (steps smaller than their
-            rounding would be lost); `bf16=True` still computes in bfloat16.
-        target (`PreTrainedModel`): The frozen target. It is neither trained nor saved; load it in bfloat16.
-        args (`DSparkTrainingArguments`): Options.
+        model (`Drafter`): The drafter. 16-bit weights are converted to float32 for training, because small steps would be
+        lost in rounding; `bf16=True` still computes in bfloat16.
+        target (`PreTrainedModel`): The target. It is neither trained nor saved; load it in bfloat16.
+        args (`DSparkTrainingArguments`): The training arguments.
         train_dataset, eval_dataset: Conversations (see `dspark_hf.conversations.rows`; they are tokenized here), rows with
             `input_ids` and `loss_mask`, or a [`CachedFeatureDataset`]; in memory or streamed. `evaluate` and `predict` take
             the same.
-        processing_class: The target's tokenizer; needed for conversations, and saved beside the drafter.
+        processing_class: The target's tokenizer; needed for conversations, and saved with the drafter.
         kwargs: As in [`~transformers.Trainer`].
 
     Raises:
-        ValueError: when the target is not the drafter's, several GPUs are driven from one process, or an argument of the
-            `Trainer` means nothing to a drafter (`compute_metrics`, `model_init`).
+        ValueError: when the drafter does not fit the target, one process uses several GPUs, or an argument of the `Trainer`
+            cannot apply to a drafter (`compute_metrics`, `model_init`).
     """
 
     args: DSparkTrainingArguments
-    model: Any  # The drafter, or PEFT's model around it.
+    model: Any  # The drafter, possibly wrapped by PEFT.
     data_collator: Any
     optimizer: Any
 
@@ -93,8 +93,8 @@ class DSparkTrainer(TrainerHooks, Trainer):
         check_keywords(kwargs, uses_muon=args.matrix_optimizer == "muon")
         if args.n_gpu > 1:
             raise ValueError(
-                f"{args.n_gpu} GPUs in one process would replicate the model in threads, which the objective does not "
-                "survive: start one process a GPU with `accelerate launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES."
+                f"With {args.n_gpu} GPUs in one process, the model would be replicated in threads, which is not supported: "
+                "start one process per GPU with `accelerate launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES."
             )
         if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
             logger.warning("The drafter's 16-bit weights are trained as float32; bf16=True computes in bfloat16.")
@@ -128,17 +128,17 @@ class DSparkTrainer(TrainerHooks, Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        # The loss is already divided by what all accumulation steps hold, so the Trainer must not divide again.
+        # The loss is already divided by the weights of all accumulation steps, so the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
         self.add_callback(_AnchorEpoch(data_collator))
         print_lines(self)
 
     def _bind(self, drafter: Drafter) -> None:
-        """What the drafter speaks through, and the distribution it is compared with."""
+        """Sets the embedding and LM head that the drafter uses, and the target's distribution that it learns."""
         self.embeddings = drafter.bind(self.target)
         embed_tokens, lm_head = target_embeddings(self.target)
         theirs = self.embeddings
-        if theirs.lm_head is not lm_head:  # The drafter has a head of its own; the distribution is the target's.
+        if theirs.lm_head is not lm_head:  # The drafter has a separate head, but learns the target's distribution.
             theirs = SharedEmbeddings(embed_tokens, lm_head, draft_token_ids=drafter.draft_token_ids)
         self.target_head = TargetHead(theirs, self._logit_rule)
 
@@ -148,7 +148,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         config = self.model.config
         if config.confidence_temperatures is not None:
             logger.warning(
-                "The drafter's calibration was of its old weights and is dropped; `dspark-hf calibrate` makes a new one."
+                "The drafter's calibration belongs to its old weights and is dropped; `dspark-hf calibrate` makes a new one."
             )
             config.confidence_temperatures = None
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -158,7 +158,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
             load_own_adapter(self.model, folder)
         else:
             super().load_checkpoint(folder, model)
-        self._bind(self.model)  # The checkpoint may have brought another draft vocabulary.
+        self._bind(self.model)  # The checkpoint may have another draft vocabulary.
 
     def load_best_checkpoint(self) -> None:
         if has_own_adapter(self.model):
@@ -176,7 +176,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
 
     # ------------------------------------------------------------------ data
 
-    # The drafter's `forward` takes blocks; these columns are the collator's, which makes blocks of them.
+    # The collator needs these columns, and makes the arguments of the drafter's `forward` from them.
     input_columns = ["input_ids", "loss_mask", "anchor_mask", *FEATURE_KEYS]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -193,7 +193,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
 
     @contextlib.contextmanager
     def _evaluation_anchors(self) -> Iterator[None]:
-        """Evaluation draws the same anchors every time, whatever the epoch."""
+        """Within the context, the anchors do not depend on the epoch, so that evaluations can be compared."""
         collator, self.data_collator = self.data_collator, self._eval_collator
         try:
             yield
@@ -242,7 +242,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         self._add_sums("train" if model.training else "eval", outputs.metrics)
         loss = outputs.loss
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # Gradients are averaged over ranks, the loss is summed.
+            loss = loss * self.accelerator.num_processes  # Gradients are averaged over ranks, but the loss is a sum.
         return (loss, outputs) if return_outputs else loss
 
     def _with_features(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         features = target_features(
             self.target, self.model.config.hidden_state_indices, input_ids.to(self.target.device)
         )
-        # The target may be elsewhere: on another GPU, spread over several, or offloaded.
+        # The target may be on another GPU, spread over several, or offloaded.
         return inputs | {key: value.to(input_ids.device) for key, value in features._asdict().items()}
 
     def _objective(
@@ -288,7 +288,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
             mine[name] = value + mine[name] if name in mine else value
 
     def _take_metrics(self, kind: str) -> dict[str, float]:
-        """What was summed since the last call, over all ranks."""
+        """The metrics of everything since the last call, over all ranks."""
         sums, self._sums[kind] = self._sums[kind], {}
         if not sums:
             return {}
@@ -313,10 +313,10 @@ class DSparkTrainer(TrainerHooks, Trainer):
 
     def _without_repeats(self, weights: torch.Tensor) -> torch.Tensor:
         """
-        The weights `[B, A, J]`, zero in rows that were evaluated before: where the rows of the last batch do not fill those
-        of all processes, accelerate fills them up from the start.
+        The weights `[B, A, J]`, with zeros for rows that were evaluated before: if the last batch is too small for all
+        processes, accelerate adds rows from the start.
         """
-        remaining = self.accelerator.gradient_state.remainder  # Rows of all processes that are new.
+        remaining = self.accelerator.gradient_state.remainder  # Number of new rows in all processes.
         if not self.accelerator.gradient_state.end_of_dataloader or remaining <= 0:
             return weights
         new = remaining - self.accelerator.process_index * len(weights)
@@ -335,7 +335,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
         assert output.metrics is not None
         metrics = self._take_metrics("eval")
         if metrics:
-            # A mean over drafts; the Trainer's own is one over batches, whatever they hold.
+            # A mean over drafts. The Trainer's is a mean over batches, whatever their size.
             output.metrics[f"{metric_key_prefix}_loss"] = metrics.pop("total_loss")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
@@ -343,27 +343,27 @@ class DSparkTrainer(TrainerHooks, Trainer):
     # ------------------------------------------------------------------ files
 
     def model_was_saved(self, folder: str) -> None:
-        """Writes the drafter again in `args.save_dtype`. Checkpoints, which training resumes from, keep the training dtype."""
+        """Writes the drafter again in `args.save_dtype`. Checkpoints keep the training dtype, so that training can resume."""
         if self.args.save_dtype is None:
             return
         if (Path(folder) / "adapter_config.json").exists():
-            return  # An adapter keeps the training dtype, as PEFT writes it.
+            return  # PEFT writes an adapter in the training dtype.
         saved = Drafter.from_pretrained(folder, dtype=floating_dtype(self.args.save_dtype, "save_dtype"))
         saved.save_pretrained(folder)
 
     def write_model(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Drafter or adapter, tokenizer and arguments: all of them, or what was there before."""
+        """Writes drafter or adapter, tokenizer and arguments; on an error the old files stay."""
         if not self.args.should_save:
             super().write_model(folder, state_dict)
             return
         with whole_files(folder) as part:
             if (card := Path(folder) / CARD_FILE).exists():
-                shutil.copyfile(card, part / CARD_FILE)  # PEFT adds to a card that is there.
+                shutil.copyfile(card, part / CARD_FILE)  # PEFT adds to an existing card.
             super().write_model(str(part), state_dict)
 
     def write_checkpoint(self, folder: Path, write: Callable[[], None]) -> None:
-        """A checkpoint that cannot be written to its end is removed, and the last whole one named."""
-        if self.args.should_save:  # Without its state, which is written last, a checkpoint counts as unfinished.
+        """Writes a checkpoint. If that fails, it is removed, and the error names the last complete one."""
+        if self.args.should_save:  # The state is written last: without it, a checkpoint counts as incomplete.
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
         try:
             super().write_checkpoint(folder, write)
@@ -374,7 +374,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
             last = last_checkpoint(folder.parent)
             kept = (
-                f"The last whole checkpoint is '{last}'; training resumes from it."
+                f"The last complete checkpoint is '{last}'; training resumes from it."
                 if last
                 else "There is none before it."
             )
@@ -387,7 +387,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
                 self.state.save_to_json(str(part))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes the card that a drafter's own push writes; see [`~dspark_hf.hub.write_card`]."""
+        """Writes the drafter's model card; see [`~dspark_hf.hub.write_card`]."""
         drafter = self.accelerator.unwrap_model(self.model)
         if not isinstance(drafter, Drafter):  # An adapter's card is PEFT's.
             super().create_model_card(*args, **kwargs)
@@ -396,7 +396,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
 
 
 class _AnchorEpoch(TrainerCallback):
-    """Tells the collator which epoch it is, before the epoch's first batch is made."""
+    """Sets the collator's epoch before the first batch of each epoch is made."""
 
     def __init__(self, collator: DSparkCollator):
         self.collator = collator

@@ -237,7 +237,7 @@ class DSparkDrafter(Drafter):
             context_features: Tapped hidden states, `[B, T, m * D_target]`, when no `draft_cache` holds them.
             context_position_ids: Their absolute positions, `[B, T]`; `0..T-1` by default.
             attention_mask: Boolean mask `[B, 1, Q, T + Q]` (True = keep), a `BlockMask`, or one of either per layer
-                type in a dictionary. By default each slot sees all context and its own block.
+                type in a dictionary. By default each slot sees all context and its block.
             draft_cache: Context projected in earlier rounds; see [`~DSparkDrafter.extend_cache`].
             embeddings: What to embed with; the last bound by default.
             objective: Called with the drafter and the hidden states, inside this forward so that sharded parameters
