@@ -67,7 +67,7 @@ def push(
         drafter: The drafter.
         commit: Where it goes.
         write: Writes weights and configuration to a folder; returns the commands that serve it, by engine.
-        companion_folder: A folder with the same weights and files about them; by default the folder that the drafter was loaded from.
+        companion_folder: A folder with the same weights and files about them; by default the one they were loaded from.
         card: `base_model`, `license` and `tags` as in [`~dspark_hf.hub.build_card`].
     """
     api = HfApi(token=commit.token, library_name="dspark-hf")
