@@ -70,7 +70,7 @@ def cache_features(
         typer.Option(
             "--normalizers",
             rich_help_panel=OUTPUT,
-            help="Also cache two numbers per token (12 bytes), so that training a drafter with a reduced vocabulary does not need "
+            help="Also cache two numbers per token (12 bytes). Training a drafter with a reduced vocabulary then does not need "
             "the target's full logits.",
         ),
     ] = False,
