@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from generation import hybrids, rig
 
 import tiny
@@ -55,3 +56,34 @@ def test_streams_in_front_of_the_rows():
     hook.remove()
     assert outputs[0].shape == (4, 1, 9, tiny.HIDDEN_SIZE)
     torch.testing.assert_close(features, outputs[0].mean(0))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_the_last_layer_before_the_final_norm(family):
+    target, outputs = tiny.TARGETS[family](), []
+    hook = target.model.layers[-1].register_forward_hook(lambda m, a, output: outputs.append(output))
+    features = features_of(target, [1, tiny.NUM_LAYERS, tiny.NUM_LAYERS + 1])
+    hook.remove()
+    raw = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    everything = target(tiny.prompt()["input_ids"], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(features, torch.cat([everything[1], target.model.norm(raw), raw], dim=-1))
+
+
+def test_a_target_without_a_list_of_layers_is_refused():
+    target = tiny.build_target(transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=4, n_head=4))
+    with pytest.raises(ValueError, match="decoder has no list of layers"):
+        Tap(target, [5])
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_drafter_reads_the_last_layer_on_the_side_it_was_trained_on(before):
+    target, read = tiny.qwen3(), []
+    drafter = tiny.random_drafter(target, target_layer_ids=[1, 3], tap_before_norm=before)
+    hook = drafter.fc.register_forward_pre_hook(lambda m, args: read.append(args[0].reshape(-1, 64)))
+    inputs, settings = tiny.prompt(), {"max_new_tokens": 6, "do_sample": False}
+    output = target.generate(**inputs, **settings, assistant_model=drafter)
+    hook.remove()
+    assert torch.equal(output, target.generate(**inputs, **settings))
+    wanted = features_of(target, [2, 5 if before else 4])[0]
+    torch.testing.assert_close(read[0][: len(wanted)], wanted[: len(read[0])])
+    assert ("the last before the final norm" in drafter.config.describe()["taps"]) == before

@@ -31,6 +31,9 @@ class DrafterConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`):
             Tapped target layers, strictly increasing. Id `i` means the OUTPUT of decoder layer `i`, which is
             `hidden_states[i + 1]` in transformers; `-1` means the embedding output.
+        tap_before_norm (`bool`):
+            Where the target's last layer is tapped, its output is read before the final norm, as serving engines read it.
+            Otherwise after it, as transformers gives it.
         target_hidden_size (`int`, *optional*): Width of the target's hidden states; `hidden_size` when `None`.
         num_target_layers (`int`, *optional*): Decoder layers of the target the drafter was made for.
         target_name_or_path (`str`, *optional*): The target the drafter was made for, for messages and model cards.
@@ -90,6 +93,7 @@ class DrafterConfig(PreTrainedConfig):
     final_logit_softcapping: float | None = None
 
     target_layer_ids: list[int] = FILLED_IN
+    tap_before_norm: bool = False
     target_hidden_size: int = FILLED_IN
     num_target_layers: int | None = None
     target_name_or_path: str | None = None
@@ -146,10 +150,17 @@ class DrafterConfig(PreTrainedConfig):
         """The tapped layers of a target with so many layers. For most kinds the configuration names them."""
         return self.target_layer_ids
 
+    def settle_taps(self, num_target_layers: int) -> None:
+        """Sets what of the taps is only known with the target's depth."""
+        self.target_layer_ids = self.taps_for(num_target_layers)
+        if self.num_target_layers is None or self.tap_before_norm:
+            self.num_target_layers = num_target_layers
+
     @property
     def hidden_state_indices(self) -> list[int]:
         """
-        The tapped layers as indices into transformers' `hidden_states` (entry 0 is the embedding output).
+        The tapped layers as indices into transformers' `hidden_states` (entry 0 is the embedding output). The last layer's output
+        before the final norm is entry `num_target_layers + 1`, see [`~dspark_hf.tapping.Tap`].
 
         Raises:
             ValueError: when they follow from a target that is not known yet.
@@ -158,7 +169,14 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(
                 "Which target layers feed this drafter follows from its target's depth: call drafter.bind(target) first."
             )
-        return [layer_id + 1 for layer_id in self.target_layer_ids]
+        indices = [layer_id + 1 for layer_id in self.target_layer_ids]
+        return [*indices[:-1], indices[-1] + 1] if self.taps_unnormed_state else indices
+
+    @property
+    def taps_unnormed_state(self) -> bool:
+        """Whether the target's last layer is tapped, and before the final norm. Only known with the target's depth."""
+        ids, depth = self.target_layer_ids or [], self.num_target_layers
+        return self.tap_before_norm and depth is not None and depth - 1 in ids
 
     def describe(self) -> dict[str, str]:
         """A description of the drafter in words, by topic: for `dspark-hf inspect` and the model card."""
@@ -175,7 +193,9 @@ class DrafterConfig(PreTrainedConfig):
 
     def _taps_in_words(self) -> str:
         target_layers = f"of {self.num_target_layers}" if self.num_target_layers else "of an unknown number"
-        return f"outputs of layers {self.target_layer_ids} {target_layers} = hidden_states{self.hidden_state_indices}"
+        entries = [layer_id + 1 for layer_id in self.target_layer_ids]
+        last = ", the last before the final norm" if self.taps_unnormed_state else ""
+        return f"outputs of layers {self.target_layer_ids} {target_layers} = hidden_states{entries}{last}"
 
     @classmethod
     def own_fields(cls) -> dict[str, Any]:

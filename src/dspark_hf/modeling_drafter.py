@@ -215,7 +215,8 @@ class DrafterModel(PreTrainedModel):
         embed_tokens: nn.Module | None = self.embed_tokens
         lm_head: nn.Module | None = self.lm_head
         if target is not None:
-            self.config.target_layer_ids = check_target(self.config, target)
+            check_target(self.config, target)
+            self.config.settle_taps(target.config.get_text_config(decoder=True).num_hidden_layers)
             theirs = target_embeddings(target)
             embed_tokens, lm_head = embed_tokens or theirs[0], lm_head or theirs[1]
         if embed_tokens is None or lm_head is None:
@@ -313,12 +314,9 @@ class DrafterModel(PreTrainedModel):
                 module.enable_adapters(enabled=True)
 
 
-def check_target(config: DrafterConfig, target: PreTrainedModel) -> list[int]:
+def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
     """
     Refuses a target that the drafter does not fit.
-
-    Returns:
-        Its layers that the drafter taps.
 
     Raises:
         ValueError: naming what differs (vocabulary, hidden size, tapped layers, encoder-decoder) and the target to load.
@@ -346,4 +344,3 @@ def check_target(config: DrafterConfig, target: PreTrainedModel) -> list[int]:
         raise ValueError(
             f"The drafter taps target layer {max(taps)}, but the target has {text.num_hidden_layers} layers ({name}). {advice}"
         )
-    return taps

@@ -18,7 +18,8 @@ class Tap:
 
     A target may have several residual streams (DeepSeek-V4, Gemma 3n): a drafter reads their mean. The last entry that
     transformers returns is then no such state, but what the streams became behind the last layer. So that layer's
-    output is read directly.
+    output is read directly. So it is where a drafter wants the last layer's output before the final norm, which serving engines
+    give it and transformers does not.
 
     ```python
     >>> tap = Tap(target, [1, 3])  # doctest: +SKIP
@@ -29,7 +30,11 @@ class Tap:
 
     Args:
         target: The target.
-        indices: Entries of `hidden_states`. Entry 0 is the embedding output and entry `i + 1` the output of layer `i`.
+        indices: Entries of `hidden_states`. Entry 0 is the embedding output and entry `i + 1` the output of layer `i`; that of
+            the last of `N` layers is normed. Entry `N + 1`, which transformers does not have, is the same before the norm.
+
+    Raises:
+        ValueError: when entry `N + 1` is wanted of a target whose last layer is not found.
     """
 
     def __init__(self, target: PreTrainedModel, indices: list[int]):
@@ -38,19 +43,26 @@ class Tap:
         # AltUp keeps its streams in front of the rows, `[n, B, T, D]`; others behind the tokens, `[B, T, n, D]`.
         self._stream_axis = 0 if hasattr(text, "altup_num_inputs") else 2
         self._num_layers: int = getattr(text, "num_hidden_layers", -1)
-        self._last_streams: torch.Tensor | None = None
-        layers = getattr(target.get_decoder(), "layers", None) if self._num_layers in indices else None
+        self._last_output: torch.Tensor | None = None
+        last = {self._num_layers, self._num_layers + 1} & set(indices)
+        layers = getattr(target.get_decoder(), "layers", None) if last else None
         self._last_layer = None if layers is None else layers[self._num_layers - 1]
+        self._before_norm = self._num_layers + 1 in last
+        if self._before_norm and self._last_layer is None:
+            raise ValueError(
+                f"The drafter reads the last layer's output before the final norm, which cannot be found in "
+                f"{type(target).__name__}: its decoder has no list of layers."
+            )
 
     @property
     def argument(self) -> list[int] | bool:
         """What to pass as `output_hidden_states=`."""
-        return output_hidden_states(self.indices)
+        return output_hidden_states(sorted({min(index, self._num_layers) for index in self.indices}))
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """The passes whose states are wanted run inside."""
-        self._last_streams = None
+        self._last_output = None
         if self._last_layer is None:
             yield
             return
@@ -68,13 +80,17 @@ class Tap:
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
     def _state(self, output: Any, index: int) -> torch.Tensor:
+        last = self._last_output
+        if index > self._num_layers:
+            assert last is not None, "the pass runs inside reading()"
+            return last
         state: torch.Tensor = output.hidden_states[index]
-        is_joined = index == self._num_layers and self._last_streams is not None and state.dim() == 3
-        return self._last_streams if is_joined and self._last_streams is not None else state
+        is_joined = index == self._num_layers and last is not None and last.dim() == 4 and state.dim() == 3
+        return last if is_joined and last is not None else state
 
     def _without_streams(self, state: torch.Tensor) -> torch.Tensor:
         return state if state.dim() == 3 else state.mean(self._stream_axis)
 
     def _keep(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         state = output[0] if isinstance(output, tuple) else output
-        self._last_streams = state if state.dim() == 4 else None
+        self._last_output = state if state.dim() == 4 or self._before_norm else None

@@ -155,6 +155,18 @@ def test_taps_at_the_top_level_are_inputs(target, tmp_path):
     assert loaded.config.target_layer_ids == [0, 2, 3]
 
 
+def test_modelopts_last_tap_is_before_the_final_norm(target, tmp_path):
+    """nvidia/gpt-oss-120b-Eagle3-v3 taps 24, 30 and 36 of 36 layers."""
+    section = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 6, DEPTH], "norm_before_fc": True}}
+    made = drafter_for(target, norm_before_fc=True)
+    loaded = Drafter.from_pretrained(write(tmp_path, *specforge(made, **section)))
+    assert same_as_plain(target, loaded)
+    assert loaded.config.target_layer_ids == [4, 5, 7] and loaded.config.taps_unnormed_state
+    assert loaded.config.hidden_state_indices == [5, 6, DEPTH + 1]
+    prompts = [tiny.prompt(seed=seed)["input_ids"] for seed in range(2)]
+    assert (4, 5, 7) in probe_taps(loaded, target, prompts, max_new_tokens=8).acceptance
+
+
 def test_another_number_of_unnamed_taps_is_refused(target, tmp_path):
     drafter = drafter_for(target, target_layer_ids=[1, 2, 3, 4])
     with pytest.raises(ValueError, match="fc reads 128 values where three layers of width 32 have 96"):

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
+from dspark_hf import Eagle3Config
 from dspark_hf.storage.single_writer import single_writer
 from dspark_hf.training.collator import DSparkCollator
 from dspark_hf.training.features import CachedFeatureDataset, CachePlan, cache_features, target_features
@@ -84,6 +85,28 @@ def test_caching_resumes_and_adds_new_rows(rows, tmp_path, monkeypatch):
     assert [cached[i]["input_ids"].tolist() for i in range(9)] == [row["input_ids"] for row in data]
     monkeypatch.setattr(target, "base_model_prefix", "nothing runs")
     cache_features(target, config, data, tmp_path, shard_rows=4, progress=False)
+
+
+def test_a_cache_knows_on_which_side_of_the_final_norm_the_last_layer_was_read(rows, tmp_path):
+    target, data = tiny.qwen3(), rows(2)
+    before = tiny.drafter_config(target, target_layer_ids=[1, 3], tap_before_norm=True)
+    after = tiny.drafter_config(target, target_layer_ids=[1, 3])
+    for name, config in (("before", before), ("after", after)):
+        cache_features(target, config, data, tmp_path / name, dtype=torch.float32, progress=False)
+        features = target_features(target, config.hidden_state_indices, torch.tensor([data[0]["input_ids"]]))
+        cached = CachedFeatureDataset(tmp_path / name, config)
+        cached.check_target(target)
+        torch.testing.assert_close(cached[0]["context_features"], features.context_features[0], rtol=1e-4, atol=1e-5)
+    for name, config in (("before", after), ("after", before)):
+        with pytest.raises(ValueError, match=f"last layer {name} the final norm"):
+            CachedFeatureDataset(tmp_path / name, config)
+
+
+def test_features_for_taps_that_follow_from_the_targets_depth(rows, tmp_path):
+    target = tiny.llama(num_hidden_layers=8)
+    config = Eagle3Config.for_target(target.config, target_layer_ids=[], taps_from_depth=True)
+    cache_features(target, config, rows(2), tmp_path, progress=False)
+    assert CachedFeatureDataset(tmp_path, config).index["target_layer_ids"] == [1, 3, 4]
 
 
 def test_dtype_on_disk_is_the_one_asked_for(rows, tmp_path):

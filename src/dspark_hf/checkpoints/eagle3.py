@@ -64,6 +64,8 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Eagle
         "use_aux_hidden_state": bool(section.get("use_aux_hidden_state", True)),
         "target_name_or_path": fields.get("target_name_or_path", "target_model_name_or_path"),
     }
+    # DeepSpec, which names outputs, takes states from transformers; the others' software gives the residual stream itself.
+    own["tap_before_norm"] = config.get("target_layer_ids") is None and own["use_aux_hidden_state"]
     own["taps_from_depth"] = own["use_aux_hidden_state"] and not own["target_layer_ids"]
     check_norms(fields, own)
     return Eagle3Config(**own)

@@ -111,6 +111,7 @@ def layer_fields(
         "logit_scale": logit_scale(fields),
         "final_logit_softcapping": fields.get("final_logit_softcapping"),
         "target_layer_ids": target_layer_ids(fields),
+        "tap_before_norm": bool(config.get("tap_before_norm")),
         "target_hidden_size": fields.get("target_hidden_size"),
         "num_target_layers": fields.get("target_num_hidden_layers", "num_target_layers"),
         "target_name_or_path": fields.get("target_name_or_path"),

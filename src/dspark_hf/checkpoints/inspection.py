@@ -179,7 +179,7 @@ def _odd_taps(config: DrafterConfig) -> Iterator[str]:
         return
     if ids[0] == -1:
         yield "it taps the embedding output (layer -1), which SGLang cannot"
-    if config.num_target_layers is not None and ids[-1] == config.num_target_layers - 1:
+    if config.num_target_layers is not None and ids[-1] == config.num_target_layers - 1 and not config.tap_before_norm:
         yield "it taps the target's last layer, whose output is taken after the final norm by transformers, before it by others"
     elif config.num_target_layers is None:
         yield "it does not say how many layers its target has"

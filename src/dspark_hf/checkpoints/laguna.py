@@ -50,6 +50,7 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSpar
         tensors,
         sample_from_anchor=False,
         norm_context=True,
+        tap_before_norm=True,
         is_causal=causal,
         rope_parameters=rotation(config, keep_partial=True),
     )

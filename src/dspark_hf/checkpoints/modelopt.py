@@ -21,7 +21,8 @@ def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
 
 
 def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DSparkConfig:
-    return flat_config(config, tensors, sample_from_anchor=True)
+    # Its states are those that layers give, before the final norm.
+    return flat_config(config | {"tap_before_norm": True}, tensors, sample_from_anchor=True)
 
 
 def write_config(config: DSparkConfig) -> dict[str, Any]:

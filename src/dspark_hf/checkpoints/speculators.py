@@ -68,6 +68,7 @@ def flattened(config: dict[str, Any]) -> dict[str, Any]:
             "target_layer_ids": [layer_id - 1 for layer_id in inputs],
             "rope_parameters": rope.get("sliding_attention") or rope,
             "target_name_or_path": verifier(config),
+            "tap_before_norm": True,  # vLLM's states, on which these drafters are trained.
         }
     )
 

@@ -238,7 +238,9 @@ def check_written(drafter: DrafterModel, folder: Path, format: str) -> None:
             problems.append(f"it cannot store {name}")
     if format != "speculators":
         problems += list(_parse_problems(folder, drafter.config))
-    if (layers := drafter.config.num_target_layers) and max(drafter.config.target_layer_ids or [-1]) > layers - 2:
+    engines_agree = format == "speculators" and drafter.config.tap_before_norm
+    layers = drafter.config.num_target_layers
+    if layers and max(drafter.config.target_layer_ids or [-1]) > layers - 2 and not engines_agree:
         problems.append(
             f"the target's last layer ({layers - 1}) is tapped, which engines read before or after its final norm"
         )
@@ -265,6 +267,7 @@ def _both_unused(name: str, config: DSparkConfig) -> bool:
     return {
         "markov_head_type": not config.markov_rank,
         "confidence_head_with_markov": not config.enable_confidence_head,
+        "tap_before_norm": max(config.target_layer_ids) != (config.num_target_layers or 0) - 1,
         "sliding_window": "sliding_attention" not in (config.layer_types or ()),
     }.get(name, False)
 

@@ -15,7 +15,7 @@ from ..generation.draft_settings import curve_of
 from ..generation.generators import generator_of
 from ..scheduling import ThroughputCurve
 from ..scheduling.throughput_curve import DEFAULT_TOKEN_COUNTS
-from ..transformers_names import output_hidden_states
+from ..tapping import Tap
 from .meter import synchronize
 
 DEFAULT_ROW_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -47,7 +47,8 @@ def measure_costs(
     """
     forward_kwargs: dict[str, Any] = {}
     if drafter is not None:
-        forward_kwargs["output_hidden_states"] = output_hidden_states(drafter.config.hidden_state_indices)
+        drafter.bind(target)
+        forward_kwargs["output_hidden_states"] = Tap(target, drafter.config.hidden_state_indices).argument
     num_warmup = 3
     num_passes = len(set(token_counts)) * (num_warmup + num_repeats)
     total = num_passes + len(set(row_counts)) * num_repeats

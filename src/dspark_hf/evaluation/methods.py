@@ -198,7 +198,7 @@ class DFlashView(nn.Module):
         block_positions = position_ids[:, num_new : num_new + hidden_states.shape[1]]
         angles = self.drafter.rotary_emb(hidden_states, block_positions)
         for index, layer in enumerate(self.drafter.layers):
-            keys, values = layer.self_attn.key_values(context, context_angles)
+            keys, values = layer.key_values(context, context_angles)
             # The generator crops a whole block from the cache afterwards. These entries are for that, and are not attended to.
             pad = (0, 0, 0, num_slots)
             keys, values = cache.update(nn.functional.pad(keys, pad), nn.functional.pad(values, pad), index)

@@ -96,6 +96,7 @@ def replay(
     num_drafts = drafter.config.num_draft_tokens
     if not len(positions):
         return Replay(0, 0.0, [0.0] * num_drafts, [0.0] * num_drafts)
+    drafter.bind(target)
     features = features or target_features(target, drafter.config.hidden_state_indices, input_ids)
     anchors = Anchors(positions[None], torch.ones_like(positions, dtype=torch.bool)[None])
     logits = teacher_forced_logits(drafter, target, input_ids, features.context_features, anchors)  # [1, A, J, V_draft]

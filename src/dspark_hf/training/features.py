@@ -179,6 +179,8 @@ class CachePlan:
             "with_normalizers": config.draft_vocab_size is not None,
             "positions": self.positions,
         }
+        if config.taps_unnormed_state:
+            description["tap_before_norm"] = True
         if self.positions == "anchors":
             description |= {"num_anchors": self.num_anchors, "seed": self.seed, "num_drafts": config.num_draft_tokens}
         return description
@@ -240,6 +242,7 @@ def cache_features(
     """
     plan = CachePlan(config, dtype, positions, num_anchors, seed)
     folder = Path(folder)
+    config.settle_taps(target.config.get_text_config(decoder=True).num_hidden_layers)
     folder.mkdir(parents=True, exist_ok=True)
     with single_writer(folder):
         _write_missing(target, plan, rows, folder, batch_size, shard_rows, progress)
@@ -335,6 +338,12 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
                 f"'{self.folder}' holds the target layers {self.index['target_layer_ids']}, but the drafter taps "
                 f"{config.target_layer_ids}: cache its features in another folder."
             )
+        if self.index.get("tap_before_norm", False) != config.taps_unnormed_state:
+            held, read = ("after", "before") if config.taps_unnormed_state else ("before", "after")
+            raise ValueError(
+                f"'{self.folder}' holds the output of the target's last layer {held} the final norm, the drafter reads it {read} "
+                "the norm: cache its features in another folder."
+            )
         if self.index.get("num_drafts", config.num_draft_tokens) < config.num_draft_tokens:
             raise ValueError(
                 f"'{self.folder}' was made for blocks of {self.index['num_drafts']} drafts at its anchors, but the drafter "
@@ -366,6 +375,8 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
         tensors, width = self._read(row, ("input_ids", "context_features")), self.index["target_hidden_size"]
         cached = tensors["context_features"][:CHECKED_TOKENS].float().unflatten(-1, (-1, width))  # [T, m, D]
         indices, ids = [layer_id + 1 for layer_id in self.index["target_layer_ids"]], tensors["input_ids"]
+        if self.index.get("tap_before_norm"):
+            indices[-1] += 1
         found = target_features(target, indices, ids[None, : len(cached)].to(target.device))
         own = found.context_features[0].float().cpu().unflatten(-1, (-1, width))
         return float(((cached - own).norm(dim=-1) / own.norm(dim=-1)).median())

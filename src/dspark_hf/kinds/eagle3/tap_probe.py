@@ -98,7 +98,12 @@ def probe_taps(
     embeddings = drafter.bind(target)
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     choices = tap_choices(drafter, depth)
-    tap = Tap(target, sorted({layer_id + 1 for taps in choices for layer_id in taps}))
+
+    def entries(taps: Taps) -> list[int]:
+        last = depth - 1 if drafter.config.tap_before_norm else None
+        return [layer_id + 2 if layer_id == last else layer_id + 1 for layer_id in taps]
+
+    tap = Tap(target, sorted({index for taps in choices for index in entries(taps)}))
     accepted: dict[Taps, list[int]] = {taps: [] for taps in choices}
     num_drafts = drafter.config.num_draft_tokens
     for prompt in prompts:
@@ -111,7 +116,7 @@ def probe_taps(
             continue
         following = sequence[0].unfold(0, num_drafts, 1)[anchors + 1]  # [A, G]
         for taps, counts in accepted.items():
-            features = tap.features(output, [layer_id + 1 for layer_id in taps]).to(drafter.device)
+            features = tap.features(output, entries(taps)).to(drafter.device)
             # A chain that reads the true tokens drafts what it would draft by itself up to its first wrong draft.
             chains = drafter(sequence, anchors[None], features, embeddings=embeddings)
             drafts = drafter.base_logits(chains.last_hidden_state, embeddings).argmax(-1)  # [1, A * G]
