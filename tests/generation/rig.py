@@ -99,6 +99,47 @@ def drafter_of(kind: str, target: PreTrainedModel, script: list[int], **fields: 
     return scripted(target, script, WRONG if kind == "patterned" else (), **fields)
 
 
+class ScriptedRows(DSparkDrafter):
+    """
+    Drafts what plain `generate` says, wrong at some positions. A row is known by its anchor: token and position.
+
+    Args:
+        scripts: For each row the token at each position.
+        wrong: Positions where another token is drafted.
+    """
+
+    def __init__(self, config, scripts, wrong):
+        super().__init__(config)
+        self.scripts, self.wrong = scripts, wrong
+
+    def forward(self, block_ids, position_ids, **kwargs):
+        self.anchors = list(zip(block_ids[:, 0].tolist(), position_ids[:, 0].tolist(), strict=True))
+        return super().forward(block_ids, position_ids, **kwargs)
+
+    def base_logits(self, hidden_states, embeddings):
+        rows = [
+            [self.token_at(token, position, position + 1 + k) for k in range(hidden_states.shape[1])]
+            for token, position in self.anchors
+        ]
+        return 50 * torch.nn.functional.one_hot(torch.tensor(rows), self.config.vocab_size).float()
+
+    def token_at(self, anchor, anchor_position, position):
+        for script in self.scripts:
+            if anchor_position < len(script) and script[anchor_position] == anchor and position < len(script):
+                return (script[position] + (position in self.wrong)) % self.config.vocab_size
+        return 1
+
+
+def drafters_of_rows(target: PreTrainedModel, scripts: list[list[int]]) -> dict[str, Drafter]:
+    """A drafter of each of `KINDS` for several rows; `scripts` has a token for each position of each row."""
+    config = tiny.drafter_config(target, num_hidden_layers=1, markov_rank=0, enable_confidence_head=False)
+    return {
+        "rejecting": tiny.random_drafter(target, num_hidden_layers=1),
+        "accepting": ScriptedRows(config, scripts, frozenset()).eval(),
+        "patterned": ScriptedRows(config, scripts, WRONG).eval(),
+    }
+
+
 class Outcome(NamedTuple):
     """What plain `generate` returned, and what each kind of drafter did."""
 

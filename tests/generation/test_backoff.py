@@ -6,6 +6,7 @@ import pytest
 import scipy.stats
 import torch
 from generation import rig
+from generation.rig import ScriptedRows
 from generation.test_losslessness import (
     FAIL,
     PASS,
@@ -15,7 +16,6 @@ from generation.test_losslessness import (
     random_drafter,
     transition_distribution,
 )
-from generation.test_rows import ScriptedRows
 from transformers import DynamicCache
 
 import tiny

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from generation import rig
+from generation.rig import ScriptedRows
 from generation.test_row_processors import LENGTHS, NEW_TOKENS, batch, drafters
-from generation.test_rows import ScriptedRows
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from generation import rig
-from generation.test_rows import ScriptedRows
+from generation.rig import ScriptedRows
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as stock
 

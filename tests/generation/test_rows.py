@@ -30,46 +30,6 @@ def prompts():
     return [tiny.prompt(length, seed=length) for length in LENGTHS]
 
 
-class ScriptedRows(rig.DSparkDrafter):
-    """
-    Drafts what plain `generate` says, wrong at some positions. A row is known by its anchor: token and position.
-
-    Args:
-        scripts: For each row the token at each position.
-        wrong: Positions where another token is drafted.
-    """
-
-    def __init__(self, config, scripts, wrong):
-        super().__init__(config)
-        self.scripts, self.wrong = scripts, wrong
-
-    def forward(self, block_ids, position_ids, **kwargs):
-        self.anchors = list(zip(block_ids[:, 0].tolist(), position_ids[:, 0].tolist(), strict=True))
-        return super().forward(block_ids, position_ids, **kwargs)
-
-    def base_logits(self, hidden_states, embeddings):
-        rows = [
-            [self.token_at(token, position, position + 1 + k) for k in range(hidden_states.shape[1])]
-            for token, position in self.anchors
-        ]
-        return 50 * torch.nn.functional.one_hot(torch.tensor(rows), self.config.vocab_size).float()
-
-    def token_at(self, anchor, anchor_position, position):
-        for script in self.scripts:
-            if anchor_position < len(script) and script[anchor_position] == anchor and position < len(script):
-                return (script[position] + (position in self.wrong)) % self.config.vocab_size
-        return 1
-
-
-def drafters(target, scripts):
-    config = tiny.drafter_config(target, num_hidden_layers=1, markov_rank=0, enable_confidence_head=False)
-    return {
-        "rejecting": tiny.random_drafter(target, num_hidden_layers=1),
-        "accepting": ScriptedRows(config, scripts, frozenset()).eval(),
-        "patterned": ScriptedRows(config, scripts, rig.WRONG).eval(),
-    }
-
-
 def alone(target, prompt, **settings):
     """What plain `generate` gives for one prompt, without the prompt."""
     return target.generate(**prompt, **settings)[0, prompt["input_ids"].shape[1] :].tolist()
@@ -80,7 +40,7 @@ def assert_rows_as_alone(target, packed=True, **settings):
     expected = [alone(target, prompt, **settings) for prompt in prompts()]
     scripts = [p["input_ids"][0].tolist() + new for p, new in zip(prompts(), expected, strict=True)]
     batch = tiny.left_padded(*prompts())
-    for kind, drafter in drafters(target, scripts).items():
+    for kind, drafter in rig.drafters_of_rows(target, scripts).items():
         drafted = target.generate(**batch, assistant_model=drafter, **settings)[:, max(LENGTHS) :].tolist()
         for row, new in enumerate(expected):
             filled = new + [tiny.PAD_ID] * (len(drafted[row]) - len(new))
@@ -196,7 +156,7 @@ def test_a_round_feeds_each_row_its_own_drafts_and_finished_rows_nothing():
         target.generate(
             **tiny.left_padded(*prompts()),
             **settings,
-            assistant_model=drafters(target, scripts)["patterned"],
+            assistant_model=rig.drafters_of_rows(target, scripts)["patterned"],
             verify_scheduler=FixedLength(3),
         )
     rounds = [[stats.rounds[0]]]

@@ -21,9 +21,11 @@ from .generators import generator_of
 from .logits_process import is_rowwise
 from .output import Output
 from .requirements import check_call, unwrap_drafter
-from .returned import Returned, assemble
+from .returned import Returned, assemble, padded
+from .rollback import has_states
 from .row_processors import processors_for_row
 from .rows_target_pass import RowsTargetPass
+from .single_rows_target_pass import SingleRowsTargetPass
 from .stopping import StoppingRules
 from .target_pass import TargetPass
 from .telemetry import Round, current_recorder
@@ -66,7 +68,7 @@ class Call:
 
     generator: DrafterCandidateGenerator
     prompt: TargetPass
-    target: TargetPass | RowsTargetPass
+    target: TargetPass | RowsTargetPass | SingleRowsTargetPass
     outputs: list[Output]
     steps: BatchSteps | None
     processors: list[LogitsProcessorList]
@@ -79,14 +81,16 @@ class Call:
 
     def begin_rounds(self) -> None:
         """Called once the prompts are fed and each row has its first token."""
-        if len(self.outputs) > 1:
+        if len(self.outputs) > 1 and any(has_states(layer) for layer in self.prompt.cache.layers):
+            self.target = SingleRowsTargetPass(self.prompt)
+        elif len(self.outputs) > 1:
             self.target = RowsTargetPass(self.prompt, self.prompt.keeps_cache)
         self.drop_finished_rows()
 
-    def max_drafts(self, row: int) -> int:
-        """The most drafts that a row can use in the coming round."""
+    def max_drafts(self, row: int, num_owed: int) -> int:
+        """The most drafts that a row can use in the coming round, of which `num_owed` tokens are to be fed again."""
         output = self.outputs[row]
-        if self.prompt.forgets_context or self.target.num_owed > MOST_FED_AGAIN:
+        if self.prompt.forgets_context or num_owed > MOST_FED_AGAIN:
             return 0
         # A round always adds one token of the target, so the last free place is not for a draft.
         longest = min(self.generator.num_draft_tokens, output.room - 1)
@@ -136,13 +140,18 @@ class Call:
     def result(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What plain `generate` would return. With one row, the drafter's context is kept for a call that continues it."""
         ids = [output.ids for output in self.outputs]
-        cache = self.target.finish(max(output.num_new for output in self.outputs))
+        pad_token_id, returned = pad_token_of(self.generation_config), [output.returned for output in self.outputs]
+        sequences = padded(ids, pad_token_id)
+        cache = self.target.finish(sequences, [output.num_new for output in self.outputs])
         are_all_known = ids[0].shape[1] == self.prompt.past_length + 1  # Every token in the cache has its id here.
         if len(ids) == 1 and are_all_known and self.prompt.keeps_cache:
             context = self.generator.context.complete(ids)
             remember(self.prompt.cache, self.generator.drafter, ids[0][:, :-1], context)
-        pad_token_id, returned = pad_token_of(self.generation_config), [output.returned for output in self.outputs]
-        return assemble(ids, returned, self.generation_config, pad_token_id, cache)
+        return assemble(sequences, returned, self.generation_config, cache)
+
+    def end(self) -> None:
+        """Leaves the target as it was before the call, whatever has ended it."""
+        self.prompt.end(self.outputs[0].ids if len(self.outputs) == 1 else None)
 
 
 def prepare_call(
@@ -187,7 +196,7 @@ def prepare_call(
         scheduler=scheduler,
         want_confidence=current_recorder() is not None,
     )
-    prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices)
+    prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices, num_rows)
     is_alone = num_rows == 1
     if rope is not None and is_alone and (attended := prompt.attended_columns(0, input_ids.shape[1])) is not None:
         rope = rope._replace(num_padding=int((~attended).sum()))

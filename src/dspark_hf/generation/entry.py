@@ -67,6 +67,6 @@ def dspark_generate(
         options = DraftOptions(num_assistant_tokens, assistant_confidence_threshold, verify_scheduler, drafting_backoff)
         prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
         call = prepare_call(*prepared, drafter, streamer, options, model_kwargs)
-        ending.callback(call.prompt.end)
+        ending.callback(call.end)
         ending.callback(make_ordinary, call.generator.drafter)
         return decode(call, input_ids)

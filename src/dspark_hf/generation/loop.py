@@ -47,7 +47,9 @@ def run_round(call: Call) -> None:
     rows, ids = call.rows, [call.outputs[row].ids for row in call.rows]
     with stage("draft"):
         wanted = call.backoff.wants_drafts(rows)
-        max_drafts = [call.max_drafts(row) if wants else 0 for row, wants in zip(rows, wanted, strict=True)]
+        num_owed = call.target.num_owed
+        parts = zip(rows, wanted, num_owed, strict=True)
+        max_drafts = [call.max_drafts(row, owed) if wants else 0 for row, wants, owed in parts]
         draft = call.generator.draft(ids, max_drafts)
         drafts = [draft.of_row(place) for place in range(len(rows))]
 

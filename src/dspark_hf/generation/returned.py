@@ -73,12 +73,14 @@ class Returned:
                 setattr(self, name, entries[:num_tokens])
 
 
+def padded(rows: Sequence[torch.Tensor], pad_token_id: int) -> torch.Tensor:
+    """Rows `[1, L_row]` as one batch `[B, L]`; rows that ended before the longest are padded on the right."""
+    longest = max(ids.shape[1] for ids in rows)
+    return torch.cat([torch.nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad_token_id) for ids in rows])
+
+
 def assemble(
-    rows: Sequence[torch.Tensor],
-    returned: Sequence[Returned],
-    generation_config: GenerationConfig,
-    pad_token_id: int,
-    cache: Any,
+    sequences: torch.Tensor, returned: Sequence[Returned], generation_config: GenerationConfig, cache: Any
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """
     What plain `generate` returns for these rows.
@@ -87,15 +89,11 @@ def assemble(
     are zero.
 
     Args:
-        rows: The tokens of each row, in the order of the batch, `[1, L_row]`.
+        sequences: The tokens of all rows, `[B, L]`.
         returned: The scores and states of each row.
         generation_config: Says what to return.
-        pad_token_id: Fills rows that ended before the longest.
         cache: The target's cache, which is part of the result.
     """
-    longest = max(ids.shape[1] for ids in rows)
-    padded = [torch.nn.functional.pad(ids, (0, longest - ids.shape[1]), value=pad_token_id) for ids in rows]
-    sequences = torch.cat(padded)
     if not generation_config.return_dict_in_generate:
         return sequences
     shown: dict[str, Any] = {"sequences": sequences, CACHE_KEY: cache} | {

@@ -42,7 +42,6 @@ class RowsTargetPass:
     """
 
     def __init__(self, prompt: TargetPass, keep_cache: bool):
-        self.num_owed = 0
         self._wants_all_states = bool(prompt.generation_config.output_hidden_states)
         self._prompt = prompt
         self._keep_cache = keep_cache
@@ -51,6 +50,11 @@ class RowsTargetPass:
         prompt.ending.enter_context(self._target.attention_in_place())
         self._rows = list(range(len(self.cache.lengths)))
         self._ended: dict[int, dict[int, KeyValues]] = {}
+
+    @property
+    def num_owed(self) -> list[int]:
+        """Of each row, the committed tokens that are to be fed again: none."""
+        return [0] * len(self._rows)
 
     def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
         """
@@ -91,21 +95,25 @@ class RowsTargetPass:
         self.cache.select(rows)
         self._rows = [self._rows[place] for place in rows]
 
-    def finish(self, num_new: int) -> Any:
-        """The caller's cache, with all rows if `keep_cache`; `num_new` is the number of tokens after the prompt."""
-        num_columns = self._prompt.past_length + num_new - 1  # The last token never goes through the target.
-        cache = self._prompt.finish(num_new)
+    def finish(self, sequences: torch.Tensor, num_new: list[int]) -> Any:
+        """
+        The caller's cache, with all rows if `keep_cache`.
+
+        Args:
+            sequences: All rows, padded on the right, `[B, L]`.
+            num_new: Tokens after each row's prompt.
+        """
+        num_columns = self._prompt.past_length + max(num_new) - 1  # The last token never goes through the target.
+        self._prompt.end()
         if self._keep_cache:
-            fill(cache, self._ended, num_columns)
-        return cache
+            fill(self._prompt.cache, self._ended, num_columns)
+        return self._prompt.cache
 
     @staticmethod
     def _cache_of_prompts(prompt: TargetPass) -> RaggedCache:
         """The rows as the pass over the prompts left them."""
         name, num_columns = type(prompt.model).__name__, prompt.past_length
         position_ids = prompt.model_kwargs.get("position_ids")
-        if any(not hasattr(layer, "keys") or hasattr(layer, "conv_states") for layer in prompt.cache.layers):
-            refuse(f"{name} keeps states that rows of different lengths cannot share a pass with")
         if position_ids is None:
             refuse(f"{name} takes no position_ids, which rows of different lengths need")
         if position_ids.shape[-1] < num_columns:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import Cache
 
-from ..transformers_names import extended_model_kwargs, is_callers_cache, is_compiled
+from ..transformers_names import CACHE_KEY, extended_model_kwargs, is_callers_cache, is_compiled
 from .growing_cache import begin_growing, end_growing
 from .pass_mode import make_ordinary
 from .rollback import Rollback
@@ -16,37 +19,38 @@ from .target_model import TargetModel, TargetOutput
 from .telemetry import stage
 
 
+@dataclass
 class TargetPass(TargetModel):
     """
     Runs the target over the prompts (see [`~dspark_hf.generation.prompt_pass.feed_prompt`]) and then, for one row, over
     `[anchor, drafts]`.
 
-    Args: as in [`TargetModel`].
+    Args: as in [`TargetModel`], and:
+        num_rows: Prompts of the call.
 
     Attributes:
-        num_owed (`int`):
-            Committed tokens that left the cache with a rejected draft, because it holds states that cannot be cropped. They
-            are fed again in front of the next anchor.
+        num_owed (`list[int]`):
+            Of each row, committed tokens that left the cache with a rejected draft, because it holds states that cannot be
+            cropped. They are fed again in front of the next anchor.
 
     Raises:
         ValueError: when the target's cache is off or cannot be rolled back.
     """
+
+    num_rows: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ending = contextlib.ExitStack()  # What has to be undone when the call ends.
         check_target(self.model, self.cache, self.model_kwargs.get("attention_mask"))
         self._rollback = Rollback(self.cache)
-        self.num_owed = 0
-        self._num_fed = 1
-        self._fed_ids = torch.empty(1, 0, dtype=torch.long)
+        self.num_owed = [0]
+        self._num_fed = 0
         self._is_verifying = False
-        self._owed_pass: tuple[torch.Tensor, dict[str, Any], int] | None = None
 
     def begin_rounds(self) -> None:
         """Called after the pass over the prompt."""
         self._begin_rollback()
-        self.commit([1])
 
     def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
         """
@@ -61,8 +65,8 @@ class TargetPass(TargetModel):
         """
         num_drafts = draft_ids[0].shape[1]
         candidates = torch.cat([input_ids[0], draft_ids[0].to(input_ids[0].device)], dim=1)
-        self._num_fed, self._fed_ids, self._is_verifying = self.num_owed + 1 + num_drafts, candidates, True
-        kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_drafts)
+        self._num_fed, self._is_verifying = self.num_owed[0] + 1 + num_drafts, True
+        kwargs = extended_model_kwargs(self.model, self.model_kwargs, num_drafts + 1)
         if num_drafts:
             with self.mode():
                 self._rollback.save()
@@ -82,40 +86,71 @@ class TargetPass(TargetModel):
             num_committed: Tokens that the pass added to the output.
         """
         with stage("cache handling"):
-            count, before = num_committed[0], self.model_kwargs
-            num_rejected = self._num_fed - self.num_owed - count
+            count = num_committed[0]
+            num_rejected = self._num_fed - self.num_owed[0] - count
             with self.mode():
-                self.num_owed = self._rollback.take_back(self._num_fed, num_rejected)
-            self.model_kwargs = extended_model_kwargs(self.model, before, count)
-            if self.num_owed and count:  # Of a pass that added nothing, the tokens before it are still owed.
-                self._owed_pass = self._fed_ids[:, : self._fed_ids.shape[1] - num_rejected], before, count - 1
+                self.num_owed = [self._rollback.take_back(self._num_fed, num_rejected)]
+            self.model_kwargs = extended_model_kwargs(self.model, self.model_kwargs, count)
             self._is_verifying = False
 
     def keep_rows(self, rows: list[int]) -> None:
         """Does nothing, because there is only one row."""
 
-    def finish(self, num_new: int) -> Any:
-        """The target's cache, as plain `generate` leaves it; `num_new` is the number of tokens after the prompt."""
-        if self.generation_config.return_dict_in_generate:
-            self._feed_owed()
+    def finish(self, sequences: torch.Tensor, num_new: list[int]) -> Any:
+        """
+        The target's cache, as plain `generate` leaves it.
+
+        Args:
+            sequences: All tokens of the one row, `[1, L]`.
+            num_new: Tokens after its prompt.
+        """
+        if self.keeps_cache:
+            self.complete(sequences[:, :-1])
         self.end()
         return self.cache
 
-    def end(self) -> None:
-        """Leaves the target as it was before the call, and its cache with all tokens but the last."""
+    def end(self, input_ids: torch.Tensor | None = None) -> None:
+        """
+        Leaves the target as it was before the call.
+
+        Args:
+            input_ids: All committed tokens of a call that was interrupted, `[1, L]`: the caller's cache gets all but the last.
+        """
         self.ending.close()
-        if is_callers_cache(self.cache) and not self._is_verifying:
-            self._feed_owed()
+        if input_ids is not None and is_callers_cache(self.cache) and not self._is_verifying:
+            self.complete(input_ids[:, :-1])
         self._end_rollback()
         make_ordinary(self.model, self.cache if self.keeps_cache else None)
 
-    def _feed_owed(self) -> None:
-        """Feeds the tokens that left the cache with a rejected draft, as no round follows that would."""
-        if self.num_owed and self._owed_pass is not None:
-            ids, kwargs, num_new = self._owed_pass
-            self.forward(ids, self.num_owed, 1, extended_model_kwargs(self.model, kwargs, num_new))
+    def complete(self, input_ids: torch.Tensor, num_more: int = 0) -> None:
+        """
+        Feeds what the cache lacks of a row, as no round follows that would.
+
+        Args:
+            input_ids: All that the cache is to hold, `[1, L]`.
+            num_more: How many of them are padding behind a row that ended early, and the last token before it.
+        """
+        if num_fed := self.num_owed[0] + num_more:
+            self.forward(input_ids, num_fed, 1, extended_model_kwargs(self.model, self.model_kwargs, num_more))
             with self.mode():
-                self.num_owed = self._rollback.take_back(self.num_owed, 0)
+                self.num_owed = [self._rollback.take_back(num_fed, 0)]
+
+    def of_row(self, row: int, cache: Cache) -> TargetPass:
+        """
+        The same for one row of a batch whose prompts were fed.
+
+        Args:
+            row: Its index.
+            cache: Its cache.
+        """
+        own, count = copy.copy(self), self.num_rows
+        own.ending = contextlib.ExitStack()
+        own.cache, own.num_rows = cache, 1
+        own.model_kwargs = {name: _of_row(value, row, count) for name, value in self.model_kwargs.items()}
+        own.model_kwargs[CACHE_KEY] = cache
+        own._rollback = Rollback(cache)
+        own._begin_rollback()
+        return own
 
     def _begin_rollback(self) -> None:
         if not is_compiled(self.model):  # A compiled one would be compiled again whenever the buffers grow.
@@ -126,3 +161,11 @@ class TargetPass(TargetModel):
         cache = self._rollback.cache
         self._rollback.end()
         end_growing(cache, self.keeps_cache)
+
+
+def _of_row(value: Any, row: int, num_rows: int) -> Any:
+    """One row of an argument of the model: the axis of rows is the first, or the last but one of positions with several axes."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    axis = 0 if len(value) == num_rows else value.dim() - 2
+    return value.narrow(axis, row, 1) if value.shape[axis] == num_rows else value

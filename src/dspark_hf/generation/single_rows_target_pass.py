@@ -1,0 +1,73 @@
+"""Verification for several rows, each in passes of its own: for targets whose states rows of different lengths cannot share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .row_caches import cache_of_row, join_rows
+from .target_model import TargetOutput
+from .target_pass import TargetPass
+
+
+class SingleRowsTargetPass:
+    """
+    Verifies each row as if it were alone; takes over from a [`TargetPass`] that has fed their prompts together.
+
+    A round takes a pass for each row that is still being decoded, where plain `generate` takes one for all.
+
+    Args:
+        prompt: The pass that fed the prompts.
+    """
+
+    def __init__(self, prompt: TargetPass):
+        self._prompt = prompt
+        self._all = [self._row(row) for row in range(prompt.num_rows)]
+        self._num_new = [1] * prompt.num_rows  # Tokens after each prompt, as far as its cache knows.
+        self._rows = list(range(prompt.num_rows))
+
+    @property
+    def num_owed(self) -> list[int]:
+        """Of each row, the committed tokens that are to be fed again."""
+        return [self._all[row].num_owed[0] for row in self._rows]
+
+    def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:
+        """As [`TargetPass.verify`], of each row."""
+        parts = zip(self._rows, input_ids, draft_ids, strict=True)
+        return [self._all[row].verify([ids], [drafts])[0] for row, ids, drafts in parts]
+
+    def commit(self, num_committed: list[int]) -> None:
+        """Ends a round: each row keeps its committed tokens but the last, which is the next anchor."""
+        for row, count in zip(self._rows, num_committed, strict=True):
+            self._num_new[row] += max(count, 0)
+            self._all[row].commit([max(count, 0)])
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Keeps only these of the rows still being decoded."""
+        self._rows = [self._rows[place] for place in rows]
+
+    def finish(self, sequences: torch.Tensor, num_new: list[int]) -> Any:
+        """
+        The caller's cache as plain `generate` leaves it: rows that ended early have been fed padding.
+
+        Args:
+            sequences: All rows, padded on the right, `[B, L]`.
+            num_new: Tokens after each row's prompt.
+        """
+        if self._prompt.keeps_cache:
+            caches = []
+            for row, ids in enumerate(sequences.split(1)):
+                if self._num_new[row] > num_new[row]:  # It was ahead when a criterion ended the batch.
+                    self._all[row], self._num_new[row] = self._row(row), 1
+                own = self._all[row]
+                own.complete(ids[:, :-1], max(num_new) - self._num_new[row])
+                own.end()
+                caches.append(own.cache)
+            join_rows(self._prompt.cache, caches)
+        self._prompt.end()
+        return self._prompt.cache
+
+    def _row(self, row: int) -> TargetPass:
+        """A row as the pass over the prompts left it."""
+        return self._prompt.of_row(row, cache_of_row(self._prompt.cache, row))
