@@ -35,7 +35,7 @@ def drafting_mask(
     if not ragged and not causal and window is None:
         return None
     device = query_positions.device
-    lengths = torch.tensor(context_lengths, device=device)
+    lengths = torch.tensor(context_lengths).to(device, non_blocking=True)  # Waits for nothing, unlike `device=`.
     context = (torch.arange(num_context, device=device) < lengths[:, None])[:, None].expand(-1, num_slots, -1)
     block = torch.ones(batch, num_slots, num_slots, dtype=torch.bool, device=device)
     if causal:
@@ -124,7 +124,7 @@ def chain_drafting_mask(context_lengths: list[int], num_steps: int, device: torc
     if min(context_lengths) == longest:
         return None
     keys = torch.arange(longest + num_steps, device=device)
-    lengths = torch.tensor(context_lengths, device=device)[:, None]
+    lengths = torch.tensor(context_lengths).to(device, non_blocking=True)[:, None]
     return ((keys < lengths) | (keys >= longest))[:, None, None]
 
 

@@ -110,6 +110,17 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
             hidden_states, base_logits = self.backbone_pass(input_ids, num_drafts)
             return self.sequential_stage(input_ids, hidden_states, base_logits, max_drafts)
 
+    @property
+    def ends_early(self) -> bool:
+        """
+        Whether a draft ends as soon as the scheduler verifies no more of it, which it is asked before each slot.
+
+        To ask, the confidence is read from the device. An accelerator would wait for that longer than for the remaining slots
+        of a block, so there the block is drafted whole and the scheduler is asked once. On a CPU reading costs nothing, and
+        a drafter that takes a pass for each slot has more to lose than a read.
+        """
+        return self.drafter.device.type == "cpu" or self.drafter.passes_per_round > 1
+
     def keep_rows(self, rows: list[int]) -> None:
         """Keeps only these of the rows still being decoded."""
         self.context.keep_rows(rows)
@@ -144,29 +155,37 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         sampler = DraftSampler(
             self.logits_processors, input_ids, self.do_sample, self.drafter.draft_token_ids, config.vocab_size
         )
-        confidences: list[torch.Tensor] = []
+        anchor_ids, confidences = sampler.last_ids, list[torch.Tensor]()
         with stage("sequential stage"):
             for slot in range(base_logits.shape[1]):
                 # Asked before x_k is drawn: whether slot k is verified must not depend on the token drawn there.
-                if self.wants_confidence:
-                    confidences.append(self.confidence(slot, hidden_states[:, slot], sampler.last_ids))
-                    if not self.scheduler.keeps_drafting(torch.stack(confidences, dim=1), max_drafts, self.rows):
+                if self.wants_confidence and self.ends_early:
+                    confidences.append(
+                        self.confidence(slot, hidden_states[:, slot : slot + 1], sampler.last_ids[:, None])
+                    )
+                    if not self.scheduler.keeps_drafting(torch.cat(confidences, dim=1), max_drafts, self.rows):
                         break
                 scores = base_logits[:, slot]
                 if self.head is not None:
                     scores = self.head(sampler.last_ids[:, None], scores)
                 sampler.draw(scores)
         ids = sampler.ids()
-        confidence = torch.stack(confidences, dim=1) if confidences else None
+        if self.wants_confidence and not self.ends_early:  # Each looks at the token before its slot alone, as above.
+            previous_ids = torch.cat([anchor_ids[:, None], ids[:, :-1]], dim=1)
+            confidences.append(self.confidence(0, hidden_states, previous_ids))
+        confidence = torch.cat(confidences, dim=1) if confidences else None
         useful = [min(length, ids.shape[1]) for length in max_drafts]
         return Draft(ids, sampler.probs(), confidence, self.scheduler.schedule(confidence, useful, self.rows))
 
-    def confidence(self, slot: int, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
-        """Calibrated `c_k` of one slot, `[B]`, from its hidden states `[B, D]` and the tokens before it `[B]`."""
+    def confidence(self, start: int, hidden_states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """
+        Calibrated `c_k` of `n` slots from `start` on, `[B, n]`, from their hidden states `[B, n, D]` and the tokens before them
+        `[B, n]`.
+        """
         with stage("confidence"):
             logits = self.drafter.confidence_logits(hidden_states, previous_ids)
             temperatures = self.drafter.config.confidence_temperatures
-            return calibrated_confidence(logits[:, None], temperatures[slot : slot + 1] if temperatures else None)[:, 0]
+            return calibrated_confidence(logits, temperatures[start:] if temperatures else None)
 
     # ------------------------------------------------------------------ the interface of transformers
 

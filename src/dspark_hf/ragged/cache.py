@@ -90,12 +90,12 @@ class RaggedLayer(CacheLayerMixin):
             assert buffer is not None
             buffer[:, :, : index.shape[1]] = states[rows, :, index].transpose(1, 2)
 
-    def select(self, rows: list[int]) -> None:
-        """Keeps these rows, in this order."""
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps these rows `[R]`, in this order."""
         self.num_rows = len(rows)
         if self.keys is not None and self.values is not None:
-            index = torch.tensor(rows, dtype=torch.long, device=self.keys.device)
-            self.keys, self.values = self.keys[index], self.values[index]
+            index = rows.to(self.keys.device, non_blocking=True)
+            self.keys, self.values = self.keys.index_select(0, index), self.values.index_select(0, index)
 
     def get_seq_length(self) -> int:
         """The length that models see: as if the tokens of the pass were the last ones of a single row."""
@@ -185,8 +185,10 @@ class RaggedCache(Cache):
 
     def select(self, rows: list[int]) -> None:
         """Keeps only the given rows, in this order."""
+        index = torch.tensor(rows, dtype=torch.long)
         for layer in self.layers:
-            layer.select(rows)
+            index = index if layer.keys is None else index.to(layer.keys.device, non_blocking=True)
+            layer.select(index)
         self.lengths = [self.lengths[row] for row in rows]
         self._padding = [self._padding[row] for row in rows]
         self.position_offsets = self.position_offsets[..., rows]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
+import numpy as np
 import torch
 
 # Rows with at most this many tokens may form one group. Among longer rows, padding at most doubles a row's tokens.
@@ -58,13 +58,11 @@ class Group:
         """Its rows' columns `[R, H, S, d]` of a buffer `[B, H, capacity, d]`: a view if its rows are contiguous."""
         return buffer[self.rows, :, : self.span]
 
-    def to(self, device: torch.device) -> Group:
-        """The same group with its indices on `device`."""
+    @property
+    def indices(self) -> dict[str, torch.Tensor]:
+        """Its tensors, by the names of their fields."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {
-            n: v.to(device, non_blocking=True) for n, v in values.items() if isinstance(v, torch.Tensor)
-        }
-        return replace(self, **moved)
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True)
@@ -105,22 +103,28 @@ class RaggedPlan:
             key_mask: As above.
             in_one_group: Whether all rows form one group, however much padding that takes.
         """
-        sizes = torch.tensor(counts)
-        rows = torch.arange(len(counts)).repeat_interleave(sizes)
-        slots = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[rows]
-        columns = torch.tensor(lengths)[rows] + slots
+        # In numpy, whose operations cost less than torch's on so few numbers.
+        sizes = np.asarray(counts)
+        rows = np.arange(len(counts)).repeat(sizes)
+        slots = np.arange(len(rows)) - (sizes.cumsum() - sizes)[rows]
+        columns = np.asarray(lengths)[rows] + slots
         fed = [row for row, count in enumerate(counts) if count]
         alike = [fed] if in_one_group else _alike(fed, counts)
         groups = [_group_of(members, lengths, counts, rows, slots) for members in alike]
-        return cls(rows, columns, groups, max(group.span for group in groups), list(counts), key_mask)
+        span = max(group.span for group in groups)
+        return cls(torch.from_numpy(rows), torch.from_numpy(columns), groups, span, list(counts), key_mask)
 
     def on(self, device: torch.device) -> RaggedPlan:
-        """The same plan with its indices on `device`, copied there once."""
+        """The same plan with its indices on `device`, copied there once and together."""
         if device == self.rows.device:
             return self
         if device not in self._elsewhere:
-            groups = [group.to(device) for group in self.groups]
-            rows, columns = (indices.to(device, non_blocking=True) for indices in (self.rows, self.columns))
+            parts = [self.rows, self.columns, *(index for group in self.groups for index in group.indices.values())]
+            together = torch.cat([part.flatten() for part in parts]).to(device, non_blocking=True)
+            split = together.split([part.numel() for part in parts])
+            moved = iter([there.view(part.shape) for there, part in zip(split, parts, strict=True)])
+            rows, columns = next(moved), next(moved)
+            groups = [replace(group, **{name: next(moved) for name in group.indices}) for group in self.groups]
             self._elsewhere[device] = replace(self, rows=rows, columns=columns, groups=groups)
         return self._elsewhere[device]
 
@@ -137,26 +141,26 @@ def _alike(fed: list[int], counts: list[int]) -> list[list[int]]:
 
 
 def _group_of(
-    members: list[int], lengths: list[int], counts: list[int], token_rows: torch.Tensor, token_slots: torch.Tensor
+    members: list[int], lengths: list[int], counts: list[int], token_rows: np.ndarray, token_slots: np.ndarray
 ) -> Group:
     # If these are at least half of all rows, including the others costs less than copying the columns of these.
     members = sorted(members)
     rows = list(range(len(counts))) if 2 * len(members) >= len(counts) else members
     is_contiguous = rows[-1] - rows[0] == len(rows) - 1
     own_counts = {row: counts[row] for row in members}
-    place_of = torch.full((len(counts),), -1)
-    place_of[members] = torch.tensor([place for place, row in enumerate(rows) if row in own_counts])
-    tokens = (place_of[token_rows] >= 0).nonzero()[:, 0]
-    sizes = torch.tensor([own_counts.get(row, 0) for row in rows])[:, None]
+    place_of = np.full(len(counts), -1)
+    place_of[members] = [place for place, row in enumerate(rows) if row in own_counts]
+    tokens = np.flatnonzero(place_of[token_rows] >= 0)
+    sizes = np.array([own_counts.get(row, 0) for row in rows])[:, None]
     num_queries = max(counts[row] for row in members)
-    ahead = torch.arange(num_queries).minimum(sizes - 1)  # [R, Q]
-    query_columns = torch.tensor([lengths[row] for row in rows])[:, None] + ahead
+    ahead = np.minimum(np.arange(num_queries), sizes - 1)  # [R, Q]
+    query_columns = np.array([lengths[row] for row in rows])[:, None] + ahead
     return Group(
         rows=slice(rows[0], rows[-1] + 1) if is_contiguous else torch.tensor(rows),
-        tokens=tokens,
-        places=place_of[token_rows[tokens]],
-        slots=token_slots[tokens],
-        query_columns=query_columns.where(sizes > 0, 0),
+        tokens=torch.from_numpy(tokens),
+        places=torch.from_numpy(place_of[token_rows[tokens]]),
+        slots=torch.from_numpy(token_slots[tokens]),
+        query_columns=torch.from_numpy(np.where(sizes > 0, query_columns, 0)),
         span=max(lengths[row] + counts[row] for row in members),
         is_even=bool((sizes == num_queries).all()),
         is_new=all(lengths[row] == 0 for row in members),

@@ -104,10 +104,10 @@ class RaggedTarget:
         like = torch.empty(0, dtype=self.model.dtype, device=device)
         masks = {kind: RaggedMask(plan, rule).additive(0, 1, like) for kind, rule in self._rules.items()}
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        output = self._forward(group.to(device).pad(token_ids), positions, mask, forward_kwargs)
+        output = self._forward(plan.on(device).groups[0].pad(token_ids), positions, mask, forward_kwargs)
 
         def packed(states: torch.Tensor | None) -> torch.Tensor | None:
-            return None if states is None else group.to(states.device).unpad(states)[None]
+            return None if states is None else plan.on(states.device).groups[0].unpad(states)[None]
 
         output.logits = packed(output.logits) if wants_logits else None
         if output.hidden_states is not None:
@@ -123,7 +123,7 @@ class RaggedTarget:
             forward_kwargs = {"logits_to_keep": all_tokens} | forward_kwargs
         return self.model(
             input_ids=input_ids,
-            position_ids=position_ids.to(input_ids.device),
+            position_ids=position_ids.to(input_ids.device, non_blocking=True),
             attention_mask=attention_mask,
             use_cache=True,
             return_dict=True,

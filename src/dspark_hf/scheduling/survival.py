@@ -20,7 +20,8 @@ def calibrated_confidence(confidence_logits: torch.Tensor, temperatures: Sequenc
     """
     logits = confidence_logits.float()
     if temperatures is not None:
-        logits = logits / torch.tensor(temperatures[: logits.shape[-1]], device=logits.device)
+        own = torch.tensor(temperatures[: logits.shape[-1]])
+        logits = logits / own.to(logits.device, non_blocking=True)  # Waits for nothing, unlike `device=`.
     return torch.sigmoid(logits)
 
 
