@@ -42,10 +42,9 @@ class BatchSteps:
         """Called after each round: ends outputs where a criterion has ended them."""
         while any(self._unfinished) and all(o.is_finished or o.num_new > self._num_steps for o in self._outputs):
             self._num_steps += 1
-            ids = self._ids_of_step()
-            ended = self._rules.ask(ids, self._scores_of_step())
+            tokens, ended = self._tokens_of_step(), self._ended_by_step()
             if self._streamer is not None:
-                self._streamer.put(ids[:, -1].cpu())
+                self._streamer.put(torch.tensor(tokens))
             for row, output in enumerate(self._outputs):
                 if ended[row] and self._unfinished[row]:
                     self._unfinished[row] = False
@@ -54,6 +53,18 @@ class BatchSteps:
         if not any(self._unfinished):
             for output in self._outputs:
                 output.end_after(self._num_steps)
+
+    def _tokens_of_step(self) -> list[int]:
+        """The token of each row at the step, padding for rows that have ended."""
+        step = self._num_steps - 1
+        return [o.new_ids[step] if step < o.num_new else self._pad_token_id for o in self._outputs]
+
+    def _ended_by_step(self) -> list[bool]:
+        """Which rows the criteria end at the step. Only those that limits and end tokens do not cover are called."""
+        if self._rules.has_others:
+            return self._rules.ask(self._ids_of_step(), self._scores_of_step())
+        rooms = [output.room + output.num_new - self._num_steps for output in self._outputs]
+        return [self._rules.ends_with(*pair) for pair in zip(self._tokens_of_step(), rooms, strict=True)]
 
     def _ids_of_step(self) -> torch.Tensor:
         """All rows up to the step, `[B, P + num_steps]`."""

@@ -23,6 +23,10 @@ class Output:
         is_alone: Whether it is the only row of the call. Then the criteria are asked here after every token; for a batch,
         [`~dspark_hf.generation.batch_steps.BatchSteps`] asks them.
         streamer: Gets every token.
+
+    Attributes:
+        ids (`torch.Tensor` of shape `[1, L]`): All tokens.
+        new_ids (`list[int]`): Those after the prompt.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Output:
         streamer: BaseStreamer | None = None,
     ):
         self.ids = input_ids
+        self.new_ids: list[int] = []
         self.is_finished = False
         self.returned = returned
         self._rules = rules
@@ -49,7 +54,7 @@ class Output:
     @property
     def num_new(self) -> int:
         """Tokens after the prompt."""
-        return self.ids.shape[1] - self._prompt_length
+        return len(self.new_ids)
 
     def commit(self, choice: TokenChoice, fed: TargetOutput) -> None:
         """
@@ -74,12 +79,14 @@ class Output:
     def end_after(self, num_new: int) -> None:
         """Completes the output after `num_new` new tokens; later ones are dropped."""
         self.ids = self.ids[:, : self._prompt_length + num_new]
+        del self.new_ids[num_new:]
         self.returned.truncate(num_new)
         self.is_finished = True
 
     def _append(self, choice: TokenChoice, start: int, tokens: torch.Tensor, listed: list[int]) -> None:
         """Adds `tokens` `[1, n]`, those of slots `start` and following of the round; `listed` holds the same as a list."""
         self.ids = torch.cat([self.ids, tokens], dim=1)
+        self.new_ids += listed
         self.returned.add_scores(choice, start, start + len(listed))
         if isinstance(self._streamer, DraftStreamer):
             self._streamer.next_are_drafted(max(choice.num_accepted - start, 0))
