@@ -1,10 +1,10 @@
 """Laguna's drafters (poolside): gated heads, norms over taps and context, fused projections, and their packagings."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
+from replicas import laguna as files
+from replicas import laguna_speculators as speculators
+from spellings import write
 
 import tiny
 from dspark_hf import Drafter, DSparkDrafter
@@ -40,77 +40,6 @@ def drafter_for(target, **fields):
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     return drafter
-
-
-def files(drafter, **fields):
-    """As poolside/Laguna-XS-2.1-DFlash: 58 tensors in the real one, with `qkv_proj` fused."""
-    config = drafter.config
-    written = {
-        "architectures": ["DFlashLagunaForCausalLM"],
-        "model_type": "laguna",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "gating": "per-head",
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.vocab_size,
-        "max_position_embeddings": 512,
-        "layer_types": config.layer_types,
-        "sliding_window": config.sliding_window,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-        },
-        "torch_dtype": "float32",
-        "eagle_aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in config.target_layer_ids],
-        "dflash_config": {
-            "block_size": config.block_size,
-            "mask_token_id": config.mask_token_id,
-            "num_target_layers": config.num_target_layers,
-            "target_layer_ids": config.target_layer_ids,
-            "causal": True,
-        },
-    }
-    tensors = {}
-    for name, tensor in drafter.state_dict().items():
-        name = name.replace("fc_norm.", "aux_hidden_norms.")
-        if "q_proj" in name:
-            parts = [drafter.state_dict()[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
-            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
-        elif "k_proj" not in name and "v_proj" not in name:
-            tensors[name] = tensor.clone()
-    return {name: value for name, value in (written | fields).items() if value is not None}, tensors
-
-
-def speculators(drafter):
-    """As poolside/Laguna-XS.2-speculator.dflash: the decoder in a section, projections apart."""
-    flat, _ = files(drafter)
-    section, taps = flat.pop("dflash_config"), flat.pop("eagle_aux_hidden_state_layer_ids")
-    own = ("architectures", "torch_dtype", "draft_vocab_size", "gating")
-    layers = {name: value for name, value in flat.items() if name not in own} | {"model_type": "qwen3"}
-    config = {name: flat[name] for name in own} | {
-        "speculators_model_type": "dflash",
-        "speculators_config": {"verifier": {"name_or_path": "poolside/Laguna-XS.2"}},
-        "transformer_layer_config": layers,
-        "aux_hidden_state_layer_ids": taps,
-        "block_size": section["block_size"],
-        "mask_token_id": section["mask_token_id"],
-    }
-    tensors = {name.replace("fc_norm.", "aux_hidden_norms."): t.clone() for name, t in drafter.state_dict().items()}
-    return config, tensors
-
-
-def write(folder, config, tensors):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def reference(drafter, block_states, features, first):

@@ -1,10 +1,10 @@
 """DFlash2 drafters: convolutions and selector against the formulas, drafting, training, and their files."""
 
-import json
-
 import pytest
+import spellings
 import torch
-from safetensors.torch import save_file
+from replicas import dflash2 as zlab
+from replicas import dflash2_speculators as speculators
 
 import tiny
 from dspark_hf import DFlash2Config, DFlash2Drafter, Drafter
@@ -39,62 +39,8 @@ def drafter(target):
     return drafter_for(target)
 
 
-def zlab(drafter, **section):
-    """As z-lab and incoai write it."""
-    config = drafter.config
-    own = {name: getattr(config, name) for name in SIZES}
-    own |= {name: getattr(config, name) for name in ("block_size", "mask_token_id", "target_layer_ids")}
-    written = {
-        "architectures": ["DFlash2DraftModel"],
-        "model_type": "qwen3",
-        "dtype": "float32",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": 512,
-        "num_target_layers": config.num_target_layers,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "layer_types": config.layer_types,
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": config.sliding_window is not None,
-        "is_causal": config.is_causal,
-        "dflash_config": {n: v for n, v in (own | section).items() if v is not None},
-    }
-    return {n: v for n, v in written.items() if v is not None}
-
-
-def speculators(drafter):
-    """As RedHatAI's `speculator.dflash2`: the sizes flat, the layers in a section."""
-    flat = zlab(drafter)
-    section = flat.pop("dflash_config")
-    layers = {
-        n: flat.pop(n) for n in list(flat) if n not in ("architectures", "dtype", "is_causal", "num_target_layers")
-    }
-    return {
-        "architectures": ["DFlash2DraftModel"],
-        "speculators_model_type": "dflash2",
-        "speculators_config": {"algorithm": "dflash2", "verifier": {"name_or_path": "some/target"}},
-        "transformer_layer_config": layers,
-        "draft_vocab_size": drafter.config.vocab_size,
-        "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in section.pop("target_layer_ids")],
-        "sliding_window_non_causal": True,
-        "sample_from_anchor": False,
-        **section,
-    }
-
-
 def write(folder, config, drafter):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return spellings.write(folder, config, dict(drafter.state_dict()))
 
 
 # ------------------------------------------------------------------ the formulas

@@ -8,7 +8,8 @@ import sys
 import pytest
 import tiny_folders
 import torch
-from safetensors.torch import save_file
+from replicas import eagle3 as specforge
+from spellings import write
 from typer.testing import CliRunner
 
 import tiny
@@ -21,45 +22,6 @@ from dspark_hf_cli.app import app
 pytestmark = pytest.mark.integration
 
 DEPTH = 8
-
-
-def write(folder, config, tensors):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def specforge(drafter, **fields):
-    """As SpecForge and AngelSlim write it: nothing about taps, a draft vocabulary, one layer called `midlayer`."""
-    shown = drafter.config
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": shown.hidden_size,
-        "intermediate_size": shown.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shown.num_attention_heads,
-        "num_key_value_heads": shown.num_key_value_heads,
-        "head_dim": shown.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shown.rms_norm_eps,
-        "vocab_size": shown.vocab_size,
-        "draft_vocab_size": shown.draft_vocab_size or shown.vocab_size,
-        "max_position_embeddings": 512,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    tensors = {
-        name.replace("layers.0.", "midlayer."): tensor.clone()
-        for name, tensor in drafter.state_dict().items()
-        if name != "draft_token_ids"
-    }
-    if (ids := drafter.draft_token_ids) is not None:
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(shown.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    return {name: value for name, value in (config | fields).items() if value is not None}, tensors
 
 
 def drafter_for(target, **fields):
