@@ -24,13 +24,13 @@ def convert(
         Path, typer.Argument(metavar="FOLDER", rich_help_panel=OUTPUT, help="A new folder for the files.")
     ],
     format: Annotated[
-        Literal["deepspec", "vllm-sglang", "speculators", "modelopt"],
+        Literal["deepspec", "vllm-sglang", "speculators", "modelopt", "deepseek-v4"],
         typer.Option(
             "--format",
             "-f",
             rich_help_panel=OUTPUT,
-            help="Format to write: that of DeepSpec, one for both vLLM and SGLang, that of the speculators package, or that "
-            "of ModelOpt (TensorRT-LLM).",
+            help="Format to write: that of DeepSpec, one for both vLLM and SGLang, that of the speculators package, that of "
+            "ModelOpt (TensorRT-LLM), or that of DeepSeek-V4's checkpoints, without the target.",
         ),
     ],
     target: Annotated[

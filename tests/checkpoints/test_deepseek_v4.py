@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from dspark_hf import DeepseekV4Drafter, Drafter, DSparkDrafter, Eagle3Drafter
-from dspark_hf.checkpoints import inspect_checkpoint
+from dspark_hf.checkpoints import export, inspect_checkpoint
 from dspark_hf.checkpoints.deepseek_v4 import unpack_fp4, unpack_fp8
 from dspark_hf.loading import check_is_target
 
@@ -407,3 +408,66 @@ def test_a_shard_that_lacks_what_the_index_lists(tmp_path: Path):
     save_file({n: t for n, t in tensors.items() if n != name}, file, metadata={"format": "pt"})
     with pytest.raises(OSError, match=f"lack {re.escape(name)}, which its index lists"):
         Drafter.from_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------------- written again
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        n: (str(t.dtype), tuple(t.shape), t.flatten().view(torch.uint8).numpy().tobytes()) for n, t in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float32])
+def test_an_unchanged_drafter_is_written_byte_for_byte(dtype, tmp_path: Path):
+    source = v4.write(tmp_path / "target")
+    drafter = Drafter.from_pretrained(source, dtype=dtype)
+    written = export(drafter, tmp_path / "drafter", format="deepseek-v4")
+    own = {name: content for name, content in stored_bytes(source).items() if name.startswith("mtp.")}
+    assert stored_bytes(written.path) == own
+    again = Drafter.from_pretrained(written.path, dtype=dtype)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    assert again.config.target_name_or_path == str(source)
+
+
+def test_what_was_changed_is_written_in_its_dtype(tmp_path: Path):
+    tensors = v4.stored_tensors()
+    drafter = Drafter.from_pretrained(v4.write(tmp_path / "target", tensors))
+    with torch.no_grad():
+        drafter.layers[1].mlp.experts.down_proj[3].mul_(1.01)
+        drafter.layers[0].self_attn.q_a_proj.weight.mul_(1.01)
+    drafter.config.confidence_temperatures = [1.5] * 5
+    drafter.save_pretrained(tmp_path / "drafter", format="deepseek-v4")
+    found = load_file(tmp_path / "drafter" / "model.safetensors")
+    changed = ["mtp.1.ffn.experts.3.w2", "mtp.0.attn.wq_a"]
+    assert {f"{name}.scale" for name in changed} == tensors.keys() - found.keys()
+    assert all(found[f"{name}.weight"].dtype == torch.bfloat16 for name in changed)
+    again = Drafter.from_pretrained(tmp_path / "drafter")
+    assert again.config.confidence_temperatures == [1.5] * 5
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_without_its_source_everything_is_written_in_its_dtype(tmp_path: Path):
+    drafter = Drafter.from_pretrained(v4.write(tmp_path / "target"))
+    shutil.rmtree(tmp_path / "target")
+    export(drafter, tmp_path / "drafter", format="deepseek-v4")
+    assert {t.dtype for t in load_file(tmp_path / "drafter" / "model.safetensors").values()} == {
+        torch.bfloat16,
+        torch.float32,
+    }
+    again = Drafter.from_pretrained(tmp_path / "drafter")
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path):
+    drafter = Drafter.from_pretrained(v4.write(tmp_path / "target"))
+    with pytest.raises(ValueError, match="vllm-sglang format cannot hold DeepSeek-V4 DSpark drafters"):
+        export(drafter, tmp_path / "out", format="vllm-sglang")
+    drafter.config.num_target_layers = None
+    with pytest.raises(ValueError, match="number of its target's layers"):
+        export(drafter, tmp_path / "out", format="deepseek-v4")
+    with pytest.raises(ValueError, match="deepseek-v4 format cannot hold DSpark drafters"):
+        export(tiny.random_drafter(tiny.qwen3()), tmp_path / "out", format="deepseek-v4")
+    assert not (tmp_path / "out").exists()

@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import tiny
-from dspark_hf import DSparkDrafter
-from dspark_hf.checkpoints import EXPORT_FORMATS, export, inspect_checkpoint
+from dspark_hf import DSparkConfig, DSparkDrafter
+from dspark_hf.checkpoints import export, inspect_checkpoint
 
 pytestmark = pytest.mark.integration
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
 DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
-ALL = set(EXPORT_FORMATS)
+ALL = set(DSparkConfig.export_formats)
 
 # A kind of drafter, and the formats that hold it.
 KINDS = {

@@ -131,6 +131,7 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Deeps
         markov_rank=config.get("dspark_markov_rank", rank),
         enable_confidence_head="confidence_head.proj.weight" in tensors,
         target_name_or_path=config.get("target_name_or_path"),
+        confidence_temperatures=config.get("confidence_temperatures"),
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
     )
 
@@ -255,22 +256,22 @@ class EmbeddedDrafter:
 
     def fill(self) -> None:
         """Sets `tensors`; the shapes of a tensor made of several are those of its first part."""
-        last = self.stages[-1]
-        single = {f"mtp.0.{name}": ours for name, ours in FIRST_NAMES.items()}
-        single |= {f"mtp.{last}.{name}": ours for name, ours in LAST_NAMES.items()}
-        for s in self.stages:
-            single |= {f"mtp.{s}.{name}": f"layers.{s}.{ours}" for name, ours in STAGE_NAMES.items()}
-            experts = range(self.config.get("n_routed_experts", DeepseekV4DrafterConfig.n_routed_experts))
+        experts = range(self.config.get("n_routed_experts", DeepseekV4DrafterConfig.n_routed_experts))
+        for name, ours in single_names(self.stages).items():
+            self._add(ours, [[name]])
+        for stage in self.stages:
             for ours, maps in EXPERT_NAMES.items():
-                parts = [[f"mtp.{s}.ffn.experts.{e}.{part}.weight" for part in maps] for e in experts]
-                (rows, columns), dtype = self._unpacked(parts[0][0])
-                shape, name = (len(parts), len(maps) * rows, columns), f"layers.{s}.{ours}"
-                self._parts[name] = parts
-                self.tensors[name] = TensorInfo(shape, dtype, parts[0][0], self.stored[parts[0][0]].file)
-        for name, ours in single.items():
-            shape, dtype = self._unpacked(name)
-            self._parts[ours] = [[name]]
-            self.tensors[ours] = TensorInfo(shape, dtype, name, self.stored[name].file)
+                parts = [[f"mtp.{stage}.ffn.experts.{e}.{part}.weight" for part in maps] for e in experts]
+                self._add(f"layers.{stage}.{ours}", parts)
+
+    def _add(self, name: str, parts: list[list[str]]) -> None:
+        """One of the drafter's tensors, made of stored ones: of those of each expert, one below the other, or of one alone."""
+        first = parts[0][0]
+        (rows, *rest), dtype = self._unpacked(first)
+        is_single = len(parts) == len(parts[0]) == 1
+        shape = (rows, *rest) if is_single else (len(parts), len(parts[0]) * rows, *rest)
+        self._parts[name] = parts
+        self.tensors[name] = TensorInfo(shape, dtype, first, self.stored[first].file)
 
     def _unpacked(self, name: str) -> tuple[Any, str]:
         """Shape and type of a stored tensor when it is unpacked."""
@@ -314,12 +315,29 @@ class EmbeddedDrafter:
         scale = self._load(self.scales[name])
         return unpack_fp4(weight, scale) if self.stored[name].dtype == "I8" else unpack_fp8(weight, scale)
 
+    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a stored tensor has the numbers of `tensor`, in its dtype."""
+        return name in self.stored and torch.equal(self.stored_tensor(name).to(tensor.dtype), tensor)
+
+    def as_stored(self, name: str) -> dict[str, torch.Tensor]:
+        """A tensor of the checkpoint and the scales that belong to it, as they are in the files."""
+        return {n: self._load(n) for n in (name, self.scales.get(name)) if n is not None}
+
     def _load(self, name: str) -> torch.Tensor:
         info = self.stored[name]
         if info.file not in self._files:
             self._files[info.file] = safe_open(info.file, framework="pt")
         tensor: torch.Tensor = self._files[info.file].get_tensor(info.name)
         return tensor
+
+
+def single_names(stages: list[int]) -> dict[str, str]:
+    """The checkpoint's and the drafter's name of every tensor that is one in both."""
+    names = {f"mtp.0.{name}": ours for name, ours in FIRST_NAMES.items()}
+    names |= {f"mtp.{stages[-1]}.{name}": ours for name, ours in LAST_NAMES.items()}
+    for stage in stages:
+        names |= {f"mtp.{stage}.{name}": f"layers.{stage}.{ours}" for name, ours in STAGE_NAMES.items()}
+    return names
 
 
 class UnpackedLater:

@@ -18,6 +18,10 @@ DEEPSPEC, ENGINE_FILE, SPECULATORS, MODELOPT = "DeepSpec", "vLLM and SGLang", "s
 ZLAB, SPECFORGE, GGUF = "z-lab DFlash", "SpecForge", "GGUF"
 
 
+# The keys of the formats that are written for engines.
+ENGINE_FORMATS = {"deepspec", "vllm-sglang", "speculators", "modelopt"}
+
+
 def is_plain_dflash(config: DSparkConfig) -> bool:
     return not config.markov_rank and not config.enable_confidence_head
 
@@ -27,7 +31,7 @@ def obstacles(config: DrafterConfig, format_name: str) -> dict[str, list[str]]:
     For each engine, the reasons why it cannot serve a drafter with this configuration in this format; an empty list if it can.
     The dictionary is empty for kinds of drafter that cannot be exported, because engine support for them is not known here.
     """
-    if not config.export_formats:
+    if not ENGINE_FORMATS & set(config.export_formats):
         return {}
     return {engine: list(test(config, format_name)) for engine, test in TESTS.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,16 +19,17 @@ from ..embeddings import target_embeddings
 from ..kinds.dspark.configuration_dspark import DSparkConfig
 from ..modeling_drafter import DrafterModel
 from ..storage.atomic import whole_files
-from . import deepspec, engine_file, engines, modelopt, speculators
-from .reading import read_checkpoint
+from . import deepseek_v4, deepseek_v4_writing, deepspec, engine_file, engines, modelopt, speculators
+from .reading import open_source, read_checkpoint
 
-EXPORT_FORMATS = ("deepspec", "vllm-sglang", "speculators", "modelopt")
+EXPORT_FORMATS = ("deepspec", "vllm-sglang", "speculators", "modelopt", "deepseek-v4")
 
 FORMAT_NAMES = {
     "deepspec": engines.DEEPSPEC,
     "vllm-sglang": engines.ENGINE_FILE,
     "speculators": engines.SPECULATORS,
     "modelopt": engines.MODELOPT,
+    "deepseek-v4": deepseek_v4.NAME,
 }
 
 # The engines that each format is written for.
@@ -36,6 +38,7 @@ MADE_FOR = {
     "vllm-sglang": ("vLLM", "SGLang", "llama.cpp"),
     "speculators": ("vLLM", "llama.cpp"),
     "modelopt": ("TensorRT-LLM",),
+    "deepseek-v4": (),  # Engines read the drafter out of its target's repository.
 }
 
 # The function that lists what the software of a format does not support.
@@ -108,7 +111,8 @@ def export(drafter: DrafterModel, dst: Any, format: str) -> Export:
         dst: A folder that does not exist or is empty.
         format (`str`):
             `"deepspec"` for DeepSpec, `"vllm-sglang"` for one file that both engines load, `"speculators"` for vLLM and the
-            speculators package, `"modelopt"` for TensorRT-LLM.
+            speculators package, `"modelopt"` for TensorRT-LLM, `"deepseek-v4"` for the drafter of a DeepSeek-V4 checkpoint
+            without its target, with the quantized weights of the checkpoint where they are unchanged.
 
     Returns:
         [`Export`], with the launch command of each engine, or the reasons why an engine cannot serve the drafter.
@@ -124,6 +128,10 @@ def export(drafter: DrafterModel, dst: Any, format: str) -> Export:
         raise FileExistsError(f"{dst} already holds something: choose a new folder.")
     drafter.check_values(drafter.config.name_or_path or type(drafter).__name__)
     check_servable(drafter.config, dst, format)
+    if format == "deepseek-v4":
+        with whole_files(dst) as part:
+            deepseek_v4_writing.write(drafter, part, original(drafter))
+        return report(drafter, dst, format)
     config, tensors = contents(drafter, format)
     with whole_files(dst) as part:
         (part / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -151,6 +159,16 @@ def check_servable(config: Any, dst: Path, format: str) -> None:
         raise ValueError(
             f"vLLM chooses the kind of drafter by the folder's name, {dst.name!r}: choose a name without 'dflash' or 'eagle'."
         )
+
+
+def original(drafter: DrafterModel) -> deepseek_v4.EmbeddedDrafter | None:
+    """The part of a DeepSeek-V4 checkpoint that a drafter was loaded from, if it can still be read."""
+    for path in filter(None, (drafter.config.name_or_path, drafter.config.target_name_or_path)):
+        with contextlib.suppress(OSError, ValueError):
+            source, _ = open_source(path, {})
+            if isinstance(source, deepseek_v4.EmbeddedDrafter):
+                return source
+    return None
 
 
 def contents(drafter: DrafterModel, format: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -55,6 +55,7 @@ class DeepseekV4DrafterConfig(BlockDrafterConfig):
         "hc_sinkhorn_iters": 1024,
     }
     presets: ClassVar[dict[str, dict[str, Any]]] = {"deepseek-v4": {}}
+    export_formats: ClassVar[tuple[str, ...]] = ("deepseek-v4",)
     confidence_bias: ClassVar[bool] = False
 
     hidden_size: int = 4096
@@ -79,6 +80,10 @@ class DeepseekV4DrafterConfig(BlockDrafterConfig):
     hc_mult: int = 4
     hc_sinkhorn_iters: int = 20
     hc_eps: float = 1e-6
+
+    @property
+    def method(self) -> str:
+        return "DeepSeek-V4 DSpark"
 
     def describe(self) -> dict[str, str]:
         layers = (
