@@ -94,7 +94,9 @@ def train(
     kind: Annotated[
         str,
         typer.Option(
-            metavar="NAME", rich_help_panel=DRAFTER, help="Kind of a new drafter: dspark, dflash (no heads) or eagle3."
+            metavar="NAME",
+            rich_help_panel=DRAFTER,
+            help="Kind of a new drafter: dspark, dflash (no heads), eagle3 or deepseek-v4.",
         ),
     ] = "dspark",
     block_size: Annotated[

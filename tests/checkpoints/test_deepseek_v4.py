@@ -111,9 +111,8 @@ def test_one_tensor_is_unpacked_at_a_time(tmp_path: Path, monkeypatch):
     """Beside the drafter there is never more than one of its tensors, in bfloat16, and of that one expert's part."""
     from dspark_hf.checkpoints import deepseek_v4
 
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     open_now, most, sizes = [], [], []
-    unpack, stored = deepseek_v4.EmbeddedDrafter.unpack, deepseek_v4.EmbeddedDrafter.stored_tensor
+    unpack, stored = deepseek_v4.EmbeddedDrafter._unpack, deepseek_v4.EmbeddedDrafter.stored_tensor
 
     def counted(self, name):
         open_now.append(name)
@@ -127,7 +126,7 @@ def test_one_tensor_is_unpacked_at_a_time(tmp_path: Path, monkeypatch):
         sizes.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(deepseek_v4.EmbeddedDrafter, "unpack", counted)
+    monkeypatch.setattr(deepseek_v4.EmbeddedDrafter, "_unpack", counted)
     monkeypatch.setattr(deepseek_v4.EmbeddedDrafter, "stored_tensor", measured)
     source = deepseek_v4.open_tensors(tmp_path, v4.CONFIG, _infos(v4.write(tmp_path)))
     read = source.read(source.tensors)

@@ -24,6 +24,12 @@ V4 = {
 }
 
 KINDS = {
+    "NeMo's dense DeepSeek-V4": (
+        {"architectures": ["DeepseekV4DSparkModel"]},
+        ["layers.0.self_attn.o_a_proj.weight"],
+        "dense DeepSeek-V4",
+        "without streams and experts",
+    ),
     "Domino": ({}, ["prefix_gru.weight_ih_l0"], "Domino", "GRU"),
     "xpress": ({}, ["refiner_head.in_proj.weight"], "xpress", "refiner head"),
     "latent attention": (

@@ -9,6 +9,7 @@ unpacked when it is asked for, so that no more than one of them exists beside th
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,6 +181,8 @@ class EmbeddedDrafter:
     def __post_init__(self) -> None:
         self._parts: dict[str, list[list[str]]] = {}
         self._files: dict[str, Any] = {}
+        # transformers reads from several threads, whose tensors would all be in memory at once.
+        self._lock = threading.Lock()
         # A scale belongs to the weight beside it; those of the streams' maps are called `hc_..._scale`.
         self.scales = {n.removesuffix("scale") + "weight": n for n in self.stored if n.endswith(".scale")}
         self.weights = [n for n in self.stored if n not in self.scales.values()]
@@ -291,6 +294,10 @@ class EmbeddedDrafter:
         Raises:
             ValueError: when its parts are not of one shape.
         """
+        with self._lock:
+            return self._unpack(name)
+
+    def _unpack(self, name: str) -> torch.Tensor:
         parts, (shape, *_) = self._parts[name], self.tensors[name]
         if len(parts) == 1 and len(parts[0]) == 1:
             return self.stored_tensor(parts[0][0])
@@ -364,4 +371,5 @@ def unpack_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def unpack_fp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Packed FP4 weights `[O, I / 2]` with a scale for 32 inputs, in bfloat16 `[O, I]`."""
-    return fp4_numbers(weight) * scale.to(torch.bfloat16).repeat_interleave(FP4_BLOCK, -1)
+    numbers = fp4_numbers(weight).unflatten(-1, (-1, FP4_BLOCK))
+    return (numbers * scale.to(torch.bfloat16)[..., None]).flatten(-2)

@@ -26,6 +26,9 @@ from .files import FLOAT_TYPES, SafetensorsSource, Shape, TensorInfo, printable
 
 # What an FP4 code stands for (e2m1).
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The two numbers of each byte, the one in the low bits first: two bfloat16 as one int32, which is many times faster to look up.
+_FP4_PAIRS = torch.tensor([[FP4_VALUES[b & 15], FP4_VALUES[b >> 4]] for b in range(256)], dtype=torch.bfloat16)
+_FP4_PAIRS = _FP4_PAIRS.view(torch.int32).flatten()
 NVFP4_GROUP = 16
 
 # How the names of what belongs to a packed weight end.
@@ -246,9 +249,8 @@ def _nvfp4(stored: dict[str, TensorInfo], packed: Shape, dtype: torch.dtype) -> 
 
 def fp4_numbers(packed: torch.Tensor) -> torch.Tensor:
     """What packed FP4 codes `[O, I / 2]` stand for, the first of two in the low bits: `[O, I]` in bfloat16."""
-    codes = packed.view(torch.uint8)
-    codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    return torch.tensor(FP4_VALUES, dtype=torch.bfloat16)[codes.int()]
+    pairs = _FP4_PAIRS.index_select(0, packed.view(torch.uint8).flatten().int())
+    return pairs.view(torch.bfloat16).view(*packed.shape[:-1], -1)
 
 
 def _int4(stored: dict[str, TensorInfo], packed: Shape, dtype: torch.dtype) -> tuple[Shape, Unpack]:

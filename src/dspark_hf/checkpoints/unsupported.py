@@ -66,6 +66,12 @@ def is_speculators_kind(kind: str) -> Test:
 
 UNSUPPORTED = (
     Unsupported(
+        "dense DeepSeek-V4 (NeMo AutoModel)",
+        named("DeepseekV4DSparkModel", "DeepseekV4ForCausalLMDSparkDense"),
+        "It has DeepSeek-V4's attention without streams and experts, and reads the target's last state after the final norm. The "
+        "drafter in DeepSeek-V4's checkpoints is read.",
+    ),
+    Unsupported(
         "Domino", with_tensor("prefix_gru."), "It would need Domino's GRU over the prefix and its embedding projection."
     ),
     Unsupported(
