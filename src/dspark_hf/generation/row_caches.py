@@ -9,10 +9,10 @@ import torch
 from transformers import Cache
 
 
-def cache_of_row(cache: Cache, row: int) -> Cache:
-    """A copy of one row of a cache. Nothing in it is shared with the other rows."""
+def cache_of_row(cache: Cache, row: int, num_rows: int) -> Cache:
+    """A copy of one of the rows of a cache. Nothing in it is shared with the others."""
     own = copy.copy(cache)
-    own.layers = [_layer_of_row(layer, row) for layer in cache.layers]
+    own.layers = [_layer_of_row(layer, row, num_rows) for layer in cache.layers]
     return own
 
 
@@ -33,18 +33,26 @@ def join_rows(cache: Cache, rows: list[Cache]) -> None:
                 setattr(layer, name, _joined(values, before))
 
 
-def _layer_of_row(layer: Any, row: int) -> Any:
-    own = copy.copy(layer)
-    before = dict(vars(layer))
+def _layer_of_row(layer: Any, row: int, num_rows: int) -> Any:
+    own, before = copy.copy(layer), dict(vars(layer))
     for name, value in before.items():
         if isinstance(value, dict):
             setattr(own, name, dict(value))
     if getattr(own, "device", True) is None:  # A layer without convolutions does not know where its states are.
         own.device = next((t.device for t in before["recurrent_states"].values() if t is not None), None)
     own.reorder_cache(torch.tensor([row]))
-    for name, value in vars(own).items():
-        if isinstance(value, torch.Tensor) and value is before[name]:  # A length that is counted in place.
-            setattr(own, name, value.clone())
+
+    def selected(value: Any, original: Any) -> Any:
+        """A tensor that `reorder_cache` has left as it was: of all rows, as in older versions, or a length counted in place."""
+        if not isinstance(value, torch.Tensor) or value is not original:
+            return value
+        return (value[row : row + 1] if value.dim() > 1 and len(value) == num_rows else value).clone()
+
+    for name, value in list(vars(own).items()):
+        if isinstance(value, dict):
+            setattr(own, name, {key: selected(part, before[name][key]) for key, part in value.items()})
+        else:
+            setattr(own, name, selected(value, before[name]))
     return own
 
 

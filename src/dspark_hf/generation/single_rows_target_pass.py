@@ -70,4 +70,4 @@ class SingleRowsTargetPass:
 
     def _row(self, row: int) -> TargetPass:
         """A row as the pass over the prompts left it."""
-        return self._prompt.of_row(row, cache_of_row(self._prompt.cache, row))
+        return self._prompt.of_row(row, cache_of_row(self._prompt.cache, row, self._prompt.num_rows))
