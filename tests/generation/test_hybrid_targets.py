@@ -7,6 +7,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import tiny
 from dspark_hf.generation import call, rollback, rollback_trial
+from dspark_hf.scheduling import RowsBackoff, ThroughputCurve, ThroughputScheduler
 from dspark_hf.transformers_names import CACHE_KEY
 
 pytestmark = pytest.mark.integration
@@ -132,6 +133,8 @@ def test_accepted_tokens_ride_in_the_next_pass(family):
         owed = owed + r.committed if rejected else 0
     assert passes.fed[0] == 9
     assert passes.fed[1:-1] == expected
+    assert passes.fed[1:] == [r.fed for r in stats.rounds]
+    assert stats.num_fed == sum(passes.fed[1:])
 
 
 def test_a_round_without_drafts_brings_a_cache_up_to_date():
@@ -166,6 +169,27 @@ def test_copies_are_made_in_place_and_only_before_a_round_that_drafts(monkeypatc
     saves.clear()
     target.generate(**tiny.prompt(), **settings, num_assistant_tokens=0)
     assert not saves
+
+
+def test_schedulers_and_back_off_count_the_tokens_fed_again(monkeypatch):
+    target, seen = hybrids.target("qwen3_5"), []
+    curve = ThroughputCurve.assumed(0.1, is_accelerated=False)
+    scheduler = ThroughputScheduler(curve)
+    observe = RowsBackoff.observe
+
+    def spy(self, rows, num_verified, num_accepted, num_fed_again, has_drafted):
+        seen.append((sum(num_fed_again), scheduler.num_fed_again, has_drafted))
+        observe(self, rows, num_verified, num_accepted, num_fed_again, has_drafted)
+
+    monkeypatch.setattr(RowsBackoff, "observe", spy)
+    drafter = tiny.random_drafter(target, num_hidden_layers=1)
+    with rig.record_speculation() as stats:
+        target.generate(
+            **tiny.prompt(), max_new_tokens=30, do_sample=False, assistant_model=drafter, verify_scheduler=scheduler
+        )
+    fed_again = [r.fed - 1 - r.verified for r in stats.rounds]
+    assert max(fed_again) > 0
+    assert [again for again, *_ in seen] == [again for _, again, _ in seen] == fed_again[: len(seen)]
 
 
 # ---------------------------------------------------------------------- caches that outlive the call

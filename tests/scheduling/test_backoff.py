@@ -179,3 +179,19 @@ def test_each_row_has_its_own_context():
 def test_invalid_settings_are_refused(settings):
     with pytest.raises(ValueError, match="must not be negative"):
         DraftingBackoff(**settings)
+
+
+def test_tokens_fed_again_cost_as_much_as_drafts():
+    """Drafting that just pays no longer does when every round feeds tokens again."""
+    costs = ThroughputCurve([1, 2], [1.0, 1.3])  # Each further token costs .3 of a pass.
+
+    def rounds_until_pause(fed_again):
+        backoff = RowsBackoff(costs, 1)
+        for index in range(100):
+            if not any(backoff.wants_drafts([0])):
+                return index
+            backoff.observe([0], [3], [1], [fed_again])
+        return None
+
+    assert rounds_until_pause(0) is None
+    assert rounds_until_pause(2) is not None

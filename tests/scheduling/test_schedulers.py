@@ -349,3 +349,13 @@ def test_a_python_loop_would_be_counted():
             total += row
 
     assert num_lines(loop) > 256
+
+
+def test_tokens_fed_again_count_as_part_of_the_pass():
+    """On a curve with a cliff at five tokens, what is fed again decides how many drafts still fit in front of it."""
+    curve = ThroughputCurve([1, 4, 5, 20], [1.0, 1.0, 3.0, 3.0])
+    confidence = torch.full((1, 6), 0.9)
+    for fed_again, length in ((0, 3), (2, 1), (3, 0)):
+        scheduler = ThroughputScheduler(curve)
+        scheduler.num_fed_again = fed_again
+        assert scheduler.schedule(confidence, [6]) == [length]

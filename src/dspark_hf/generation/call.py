@@ -113,6 +113,7 @@ class Call:
         self,
         rows: list[int],
         wanted: list[bool],
+        num_owed: list[int],
         num_drafted: int,
         drafts: list[Draft],
         choices: list[TokenChoice],
@@ -121,7 +122,7 @@ class Call:
         """Tells the active recorder, if any, what happened to each row in a round."""
         if (recorder := current_recorder()) is None:
             return
-        parts = zip(rows, wanted, drafts, choices, counts, strict=True)
+        parts = zip(rows, wanted, num_owed, drafts, choices, counts, strict=True)
         recorder.add(
             [
                 Round.cut_to_output(
@@ -132,8 +133,9 @@ class Call:
                     committed=count,
                     confidence=[] if draft.confidence is None else draft.confidence[0].tolist(),
                     skipped=not wants,
+                    fed=owed + 1 + draft.ids.shape[1],
                 )
-                for row, wants, draft, choice, count in parts
+                for row, wants, owed, draft, choice, count in parts
             ]
         )
 

@@ -50,6 +50,7 @@ def run_round(call: Call) -> None:
         num_owed = call.target.num_owed
         parts = zip(rows, wanted, num_owed, strict=True)
         max_drafts = [call.max_drafts(row, owed) if wants else 0 for row, wants, owed in parts]
+        call.generator.scheduler.num_fed_again = sum(num_owed)
         draft = call.generator.draft(ids, max_drafts)
         drafts = [draft.of_row(place) for place in range(len(rows))]
 
@@ -66,11 +67,12 @@ def run_round(call: Call) -> None:
         counts = [max(change, 0) for change in changes]
         call.generator.context.add([output.context_features[0] for output in fed], counts)
         # If there was no room for drafts, the round says nothing about whether they pay.
-        if any(max_drafts) or not any(wanted):
-            call.backoff.observe(rows, draft.lengths, [max(count - 1, 0) for count in counts])
+        if any(max_drafts) or any(num_owed) or not any(wanted):
+            num_accepted = [max(count - 1, 0) for count in counts]
+            call.backoff.observe(rows, draft.lengths, num_accepted, num_owed, has_drafted=any(max_drafts))
         call.drop_finished_rows()
 
-    call.record(rows, wanted, draft.ids.shape[1], drafts, choices, counts)
+    call.record(rows, wanted, num_owed, draft.ids.shape[1], drafts, choices, counts)
 
 
 def commit(call: Call, fed: list[TargetOutput], drafts: list[Draft]) -> list[TokenChoice]:

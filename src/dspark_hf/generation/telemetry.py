@@ -40,6 +40,7 @@ class Round:
             rows of a batch share them equally.
         row: Index of the row in the batch.
         skipped: Whether back-off skipped drafting, so that the round was a step of plain decoding.
+        fed: Tokens that went through the target: the anchor, the drafts, and with recurrent state those fed again.
     """
 
     drafted: int
@@ -52,6 +53,7 @@ class Round:
     elsewhere_s: float = 0.0
     row: int = 0
     skipped: bool = False
+    fed: int = 0
 
     @classmethod
     def cut_to_output(cls, *, verified: int, accepted: int, committed: int, **others: Any) -> Round:
@@ -176,6 +178,11 @@ class SpeculationStats:
     def num_committed(self) -> int:
         """Tokens that the rounds added to the outputs."""
         return sum(r.committed for r in self.rounds)
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens that went through the target in the rounds."""
+        return sum(r.fed for r in self.rounds)
 
     def _rounds_s(self) -> tuple[float, ...]:
         return self.clock.total("draft"), self.clock.total("verify"), self.clock.total("commit")

@@ -132,25 +132,37 @@ class RowsBackoff:
             return [False] * len(rows)
         return [not self._rows or self._rows[row].should_draft() for row in rows]
 
-    def observe(self, rows: Sequence[int], num_verified: Sequence[int], num_accepted: Sequence[int]) -> None:
+    def observe(
+        self,
+        rows: Sequence[int],
+        num_verified: Sequence[int],
+        num_accepted: Sequence[int],
+        num_fed_again: Sequence[int] | None = None,
+        has_drafted: bool = True,
+    ) -> None:
         """
         Accounts for one round. Call it after each, drafted or not.
 
         Args:
             rows: The rows decoded in it, `[R]`.
             num_verified, num_accepted: Drafts that each row sent to the target, and how many were accepted, `[R]`.
+            num_fed_again: Tokens that each row fed again because drafts were rejected before, `[R]`. They cost as much as drafts.
+            has_drafted: Whether the drafter ran, in a round for which drafts were wanted.
         """
-        wanted, total = self.wants_drafts(rows), sum(num_verified)
+        again = [0] * len(rows) if num_fed_again is None else num_fed_again
+        wanted, total = self.wants_drafts(rows), sum(num_verified) + sum(again)
         if any(wanted):
-            cost = self._costs.round_cost(len(rows), total)
+            cost_of = self._costs.round_cost if has_drafted else self._costs.pass_cost
+            cost = cost_of(len(rows), total)
             self._together.observe(sum(num_accepted) / len(rows), 1, cost)
         else:
             self._together.observe(0, 0)
         if not self._rows:
             return
         draft_cost = self._costs.pass_cost(len(rows), total) * len(rows) / max(total, 1)
-        for row, drafted, verified, accepted in zip(rows, wanted, num_verified, num_accepted, strict=True):
-            self._rows[row].observe(accepted, int(drafted), verified * draft_cost)
+        parts = zip(rows, wanted, num_verified, num_accepted, again, strict=True)
+        for row, drafted, verified, accepted, fed_again in parts:
+            self._rows[row].observe(accepted, int(drafted), (verified + fed_again) * draft_cost)
 
 
 class NoBackoff:
@@ -159,5 +171,12 @@ class NoBackoff:
     def wants_drafts(self, rows: Sequence[int]) -> list[bool]:
         return [True] * len(rows)
 
-    def observe(self, rows: Sequence[int], num_verified: Sequence[int], num_accepted: Sequence[int]) -> None:
+    def observe(
+        self,
+        rows: Sequence[int],
+        num_verified: Sequence[int],
+        num_accepted: Sequence[int],
+        num_fed_again: Sequence[int] | None = None,
+        has_drafted: bool = True,
+    ) -> None:
         """Does nothing."""

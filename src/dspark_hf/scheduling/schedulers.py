@@ -36,9 +36,15 @@ class VerifyScheduler:
     Decides the verify lengths of a round. This base class verifies everything.
 
     A scheduler may have state, so it serves one `generate` call at a time; [`~VerifyScheduler.start`] resets it for the next.
+
+    Attributes:
+        num_fed_again (`int`):
+            Tokens that the coming pass feeds besides anchors and drafts, because drafts before them were rejected. Set before
+            each round; only targets with recurrent state have any.
     """
 
     needs_confidence = False
+    num_fed_again = 0
 
     def start(self) -> None:
         """Resets the state at the start of a call."""
@@ -173,7 +179,8 @@ class ThroughputScheduler(VerifyScheduler):
         return count_until_no_gain(self._throughputs(ranking, len(row_ids)))
 
     def _throughputs(self, ranking: Ranking, num_rows: int) -> np.ndarray:
-        return throughputs(ranking, num_rows, self.curve.table(num_rows + len(ranking.rows), num_rows))
+        most = num_rows + len(ranking.rows) + self.num_fed_again
+        return throughputs(ranking, num_rows, self.curve.table(most, num_rows)[self.num_fed_again :])
 
 
 class _PastRound(NamedTuple):
