@@ -10,12 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, get_origin, get_type_hints
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .target_config import (
+    decoder_config,
+    first_layer,
+    logit_softcap,
+    max_length,
+    mlp_width,
+    optional_field,
+    rope_theta,
+)
 
 # The default of fields that `_fill_in` replaces by a value when they are left out, so readers never see `None`.
 FILLED_IN: Any = None
@@ -208,6 +218,10 @@ class DrafterConfig(PreTrainedConfig):
         fields = {name: kind for name, kind in found.items() if get_origin(kind) is not ClassVar}
         return {name: kind | None if getattr(cls, name) is None else kind for name, kind in fields.items()}
 
+    def named(self, names: Iterable[str]) -> dict[str, Any]:
+        """The values of some fields by their names."""
+        return {name: getattr(self, name) for name in names}
+
     def changed(self, **changes: Any) -> Any:
         """A copy with some fields changed; fields derived from those are derived again, and the calibration is dropped."""
         return type(self)(**(self.to_dict() | {"confidence_temperatures": None} | changes))
@@ -218,9 +232,9 @@ class DrafterConfig(PreTrainedConfig):
         """Checks that each size is a whole number in a sane range, before any of them is used."""
         wrong = [
             f"{name}={size!r}"
-            for name, largest in self.largest.items()
-            if (size := getattr(self, name)) is not None
-            and not (type(size) is int and size <= largest and (size > 0 or name in self.checked_later))
+            for name, size in self.named(self.largest).items()
+            if size is not None
+            and not (type(size) is int and size <= self.largest[name] and (size > 0 or name in self.checked_later))
         ]
         if not all(type(layer_id) is int for layer_id in self.target_layer_ids or []):
             wrong.append(f"target_layer_ids={self.target_layer_ids!r}")
@@ -301,14 +315,14 @@ class DrafterConfig(PreTrainedConfig):
         """The fields that follow from the target's (text) configuration."""
         return {
             "hidden_size": text.hidden_size,
-            "rms_norm_eps": first_attribute(text, "rms_norm_eps", "layer_norm_epsilon") or 1e-6,
+            "rms_norm_eps": optional_field(text, "rms_norm_eps", "layer_norm_epsilon") or 1e-6,
             "vocab_size": text.vocab_size,
-            "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 4096,
+            "max_position_embeddings": max_length(text) or 4096,
             "eos_token_id": text.eos_token_id,
             "bos_token_id": text.bos_token_id,
             "pad_token_id": text.pad_token_id,
             "embedding_scale": text.hidden_size**0.5 if "gemma" in text.model_type else 1.0,
-            "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
+            "final_logit_softcapping": logit_softcap(text),
             "target_hidden_size": text.hidden_size,
             "num_target_layers": text.num_hidden_layers,
         }
@@ -373,8 +387,8 @@ class DecoderDrafterConfig(DrafterConfig):
     def layer_family(self) -> str | None:
         """The entry of `layer_families` with these options; `None` when there is none."""
         options = {name for family in self.layer_families.values() for name in family}
-        ours = {name: getattr(self, name) for name in options}
-        defaults = {name: getattr(type(self), name) for name in options}
+        ours = self.named(options)
+        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in options}
         family = next((name for name, family in self.layer_families.items() if ours == defaults | family), None)
         odd = self.mlp_bias or self.attention_gate or (self.attention_k_eq_v and family != "gemma4")
         return None if odd else family
@@ -407,33 +421,16 @@ class DecoderDrafterConfig(DrafterConfig):
     @classmethod
     def _fields_of_target(cls, text: PreTrainedConfig) -> dict[str, Any]:
         # The target's layers may differ in width (Gemma 4); the draft layers take the widths of the first.
-        layer = text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
+        layer = first_layer(text)
         heads = layer.num_attention_heads
-        intermediate_size = first_attribute(layer, "intermediate_size", "ffn_dim") or 4 * text.hidden_size
-        if not isinstance(intermediate_size, int):  # Some families give one width per layer.
-            intermediate_size = max(intermediate_size)
         return super()._fields_of_target(text) | {
-            "intermediate_size": intermediate_size,
+            "intermediate_size": mlp_width(layer),
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(layer, "head_dim", None) or text.hidden_size // heads,
-            "hidden_act": first_attribute(text, "hidden_act", "hidden_activation") or "silu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": _rope_theta(text)},
+            "num_key_value_heads": optional_field(layer, "num_key_value_heads") or heads,
+            "head_dim": optional_field(layer, "head_dim") or text.hidden_size // heads,
+            "hidden_act": optional_field(text, "hidden_act", "hidden_activation") or "silu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta(text)},
         }
-
-
-def decoder_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
-    """
-    The text part of a target's configuration.
-
-    Raises:
-        ValueError: for an encoder-decoder.
-    """
-    if getattr(target_config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"A drafter needs a decoder-only target; {type(target_config).__name__} is an encoder-decoder."
-        )
-    return target_config.get_text_config(decoder=True)
 
 
 def spread_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
@@ -451,20 +448,6 @@ def spread_layer_ids(num_target_layers: int, num_taps: int = 5) -> list[int]:
     return [int(layer_id + 0.5) for layer_id in ids]
 
 
-def first_attribute(config: PreTrainedConfig, *names: str) -> Any:
-    """The first of these attributes that is set, or `None`."""
-    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
-
-
 def is_positive(value: Any) -> bool:
     """Whether a value is a finite number above 0."""
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def _rope_theta(text: PreTrainedConfig) -> float:
-    """The target's RoPE base, from flat or per-layer-type `rope_parameters`."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    for candidate in (parameters, parameters.get("full_attention") or {}):
-        if candidate.get("rope_theta"):
-            return float(candidate["rope_theta"])
-    return float(getattr(text, "rope_theta", None) or 10_000.0)

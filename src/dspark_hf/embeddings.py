@@ -57,7 +57,7 @@ class SharedEmbeddings:
         if self._gathered_from is None:
             return True
         weight, ids = self._gathered_from
-        return weight.is_still(_weight(lm_head)) and ids.is_still(draft_token_ids)
+        return weight.is_still(weight_of(lm_head)) and ids.is_still(draft_token_ids)
 
     def head_weight(self) -> torch.Tensor:
         """
@@ -68,13 +68,13 @@ class SharedEmbeddings:
         """
         if self._gathered_rows is not None:
             return self._gathered_rows
-        weight = _weight(self.lm_head)
+        weight = weight_of(self.lm_head)
         if weight is None or weight.is_meta or not weight.is_floating_point():
             raise ValueError(
                 f"The target's LM head ({type(self.lm_head).__name__}) is quantized or offloaded, so its weight cannot be "
                 "copied: bind the drafter to an unquantized target in memory."
             )
-        if getattr(self.lm_head, "bias", None) is not None:
+        if "bias" in dict(self.lm_head.named_parameters(recurse=False)):
             raise ValueError(
                 "The target's LM head has a bias, which the drafter's LM head cannot store, so it cannot be copied."
             )
@@ -167,17 +167,18 @@ def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 
 def _device(module: nn.Module, default: torch.device) -> torch.device:
     """The device a module expects its input on; `default` if hooks move its inputs, or it has no weight."""
-    weight = _weight(module)
+    weight = weight_of(module)
     if has_device_hook(module) or weight is None or weight.is_meta:
         return default
     return weight.device
 
 
 def _float_dtype(module: nn.Module) -> torch.dtype | None:
-    weight = _weight(module)
+    weight = weight_of(module)
     return weight.dtype if weight is not None and weight.is_floating_point() else None
 
 
-def _weight(module: nn.Module) -> torch.Tensor | None:
+def weight_of(module: nn.Module | None) -> torch.Tensor | None:
+    """The weight of a module, if it has one that is a tensor."""
     weight = getattr(module, "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .target_config import optional_field
 from .transformers_names import output_hidden_states
 
 
@@ -41,8 +42,8 @@ class Tap:
         text = target.config.get_text_config(decoder=True)
         self.indices = indices
         # AltUp keeps its streams in front of the rows, `[n, B, T, D]`; others behind the tokens, `[B, T, n, D]`.
-        self._stream_axis = 0 if hasattr(text, "altup_num_inputs") else 2
-        self._num_layers: int = getattr(text, "num_hidden_layers", -1)
+        self._stream_axis = 2 if optional_field(text, "altup_num_inputs") is None else 0
+        self._num_layers: int = optional_field(text, "num_hidden_layers") or -1
         self._last_output: torch.Tensor | None = None
         last = {self._num_layers, self._num_layers + 1} & set(indices)
         layers = getattr(target.get_decoder(), "layers", None) if last else None

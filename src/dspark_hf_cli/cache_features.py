@@ -107,9 +107,8 @@ def cache_features(
     This pays when the data is used for several epochs or drafters and the disk is large. `dspark-hf train` does not need it.
     The size is printed before anything is written, and a disk that is too small is refused.
     """
-    import torch
-
     from dspark_hf.conversations.templates import thinking_switch
+    from dspark_hf.number_types import floating_dtype
     from dspark_hf.training.data import check_source, encode_source
     from dspark_hf.training.features import CachedFeatureDataset, CachePlan, check_cache_folder
     from dspark_hf.training.features import cache_features as write_cache
@@ -122,7 +121,7 @@ def cache_features(
     for source in data:
         check_source(source, split)
     config = config_for(target, layer_ids, block_size, normalizers) if drafter is None else config_of_drafter(drafter)
-    plan = CachePlan(config, getattr(torch, feature_dtype), positions, num_anchors, seed)
+    plan = CachePlan(config, floating_dtype(feature_dtype, "--feature-dtype"), positions, num_anchors, seed)
     check_cache_folder(output, plan, target)
     model, tokenizer = load_target(target, dtype, device, threads)
     template = thinking_switch(thinking)

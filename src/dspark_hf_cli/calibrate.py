@@ -163,7 +163,7 @@ def _print_calibration(calibration: Calibration) -> None:
 
     rows = []
     for slot, (t, b, a) in enumerate(zip(calibration.temperatures, calibration.before, calibration.after, strict=True)):
-        pairs = [f"{getattr(b, name):.4f} > {getattr(a, name):.4f}" for name in ("ece", "auc", "brier", "predicted")]
+        pairs = [f"{vars(b)[name]:.4f} > {vars(a)[name]:.4f}" for name in ("ece", "auc", "brier", "predicted")]
         rows.append([str(slot + 1), str(b.weight), f"{t:.3f}", *pairs, f"{b.observed:.4f}"])
     print_table(
         "Calibration (before > after, on the rounds it was fitted to)",

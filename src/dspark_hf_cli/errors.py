@@ -89,13 +89,14 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _usage_text(error: Exception) -> str:
     """typer's message, with a reference to `--help`."""
-    context = getattr(error, "ctx", None)
-    has_hint = getattr(error, "param", None) is not None or getattr(error, "param_hint", None) is not None
+    known = vars(error)  # typer's errors differ in which of these they have.
+    context = known.get("ctx")
+    has_hint = known.get("param") is not None or known.get("param_hint") is not None
     # If no parameter is concerned, typer's message begins with "Invalid value: ", which is left out.
     plain = type(error) is typer.BadParameter and not has_hint
-    message = getattr(error, "message", str(error)) if plain else error.format_message()  # type: ignore[attr-defined]
-    if possibilities := getattr(error, "possibilities", None):
-        message = f"{getattr(error, 'message', message)}. Did you mean {' or '.join(sorted(possibilities))}?"
+    message = known.get("message", str(error)) if plain else error.format_message()  # type: ignore[attr-defined]
+    if possibilities := known.get("possibilities"):
+        message = f"{known.get('message', message)}. Did you mean {' or '.join(sorted(possibilities))}?"
     message = message.strip()
     if context is None:
         return message

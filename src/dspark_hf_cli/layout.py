@@ -21,7 +21,8 @@ class Command(TyperCommand):
     """A command whose help shows its options by their `rich_help_panel`, in the order in which the panels are first used."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        shown = [parameter for parameter in self.get_params(ctx) if not getattr(parameter, "hidden", False)]
+        parameters: Any = self.get_params(ctx)
+        shown = [parameter for parameter in parameters if not parameter.hidden]
         write_groups(
             formatter,
             (
@@ -71,7 +72,7 @@ def name_of(parameter: Any, context: Any) -> str:
 def description_of(parameter: Any) -> str:
     """The help text of an option, with its default."""
     notes = []
-    if (variable := getattr(parameter, "envvar", None)) is not None:
+    if (variable := parameter.envvar) is not None:
         notes.append(f"environment variable {variable}")
     if parameter.required:
         notes.append("required")

@@ -106,7 +106,7 @@ def methods_over(drafter: Any, label: str, over: str, values: str | None) -> lis
     if over in FIELDS:
         if values is not None:
             raise typer.BadParameter(f"--values goes with --over tokens or threshold; --over {over} compares drafters.")
-        x = getattr(drafter.config, FIELDS[over])
+        x = drafter.config.named([FIELDS[over]])[FIELDS[over]]
         return [dspark_method(drafter, label, threshold=0.0, fields={"x": x, "label": "all drafters"})]
     longest = drafter.config.num_draft_tokens
     try:

@@ -165,7 +165,7 @@ def decoder_dict(config: DSparkConfig) -> dict[str, Any]:
     slides = "sliding_attention" in (config.layer_types or [])
     return {
         "model_type": "qwen3",
-        **{name: getattr(config, name) for name in DECODER},
+        **config.named(DECODER),
         "rope_parameters": dict(config.rope_parameters or {}),
         # transformers' Qwen3 ignores a window without use_sliding_window.
         "use_sliding_window": slides,

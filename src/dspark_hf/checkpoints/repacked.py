@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..number_types import floating_dtype
 from .files import FLOAT_TYPES, SafetensorsSource, Shape, TensorInfo, printable
 
 # What an FP4 code stands for (e2m1).
@@ -129,7 +130,7 @@ def _fill(result: RepackedSource) -> Iterator[str]:
             result.tensors[name] = stored[name]
             continue
         try:
-            shape, unpack = _unpacking(beside, getattr(torch, dtype))
+            shape, unpack = _unpacking(beside, floating_dtype(dtype, "torch_dtype"))
         except ValueError as error:
             yield f"{printable(name)}: {error}"
             continue

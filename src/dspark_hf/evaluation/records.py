@@ -128,7 +128,7 @@ class RecordFile:
 
 def pack_rounds(rounds: list[Round]) -> dict[str, list[Any]]:
     """Rounds as one list per field, which takes a fraction of the space."""
-    packed = {name: [getattr(r, name) for r in rounds] for name in _ROUND_FIELDS}
+    packed = {name: [vars(r)[name] for r in rounds] for name in _ROUND_FIELDS}
     for name, values in packed.items():
         if name.endswith("_s"):
             packed[name] = [round(value, 7) for value in values]

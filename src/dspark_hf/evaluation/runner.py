@@ -159,7 +159,7 @@ def answer(
         kwargs = settings.arguments() | method.arguments
         if cache is not None and method.keeps_cache:
             kwargs[CACHE_KEY] = cache
-        if getattr(target.generation_config, "pad_token_id", None) is None:
+        if target.generation_config.pad_token_id is None:
             kwargs.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
         with record_speculation(clock) as stats, measured(target) as meter:
             output = target.generate(

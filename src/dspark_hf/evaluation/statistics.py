@@ -317,4 +317,4 @@ def confident_prefix(confidence: list[float], threshold: float) -> int:
 
 
 def _column(counts: list[Counts], name: str) -> np.ndarray:
-    return np.array([getattr(c, name) for c in counts], dtype=np.float64)
+    return np.array([vars(c)[name] for c in counts], dtype=np.float64)

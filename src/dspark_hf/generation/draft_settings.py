@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..drafter import Drafter
+from ..embeddings import weight_of
 from ..scheduling import (
     ConfidenceThreshold,
     FixedLength,
@@ -16,6 +17,7 @@ from ..scheduling import (
     VerifyScheduler,
     build_scheduler,
 )
+from ..target_config import optional_field
 
 logger = logging.get_logger(__name__)
 
@@ -49,7 +51,7 @@ def draft_settings(
             "Pass either assistant_confidence_threshold= or verify_scheduler=: both decide the verify length."
         )
     if threshold is None and scheduler is None:
-        threshold, scheduler = settings.assistant_confidence_threshold, getattr(settings, "verify_scheduler", None)
+        threshold, scheduler = settings.assistant_confidence_threshold, optional_field(settings, "verify_scheduler")
     if isinstance(scheduler, str):
         if scheduler == "threshold" and threshold is None:
             threshold = settings.assistant_confidence_threshold
@@ -91,7 +93,7 @@ def backoff_of(
         is_on: `drafting_backoff` as given in the call; `None` means the drafter's `generation_config`.
     """
     if is_on is None:
-        is_on = getattr(drafter.generation_config, "drafting_backoff", None)
+        is_on = optional_field(drafter.generation_config, "drafting_backoff")
     if is_on is False:
         return NoBackoff()
     costs = getattr(scheduler, "curve", None)
@@ -108,7 +110,7 @@ def _relative_size(drafter: Drafter, target: PreTrainedModel) -> float:
     """Weights read to draft a whole round, divided by those read for a pass of the target."""
     # Looking up embedding rows reads almost nothing, but an embedding tied to the LM head is read in full.
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    lookups = [] if getattr(embedding, "weight", None) is getattr(head, "weight", None) else [embedding]
+    lookups = [] if weight_of(embedding) is weight_of(head) else [embedding]
     read = _num_weights(drafter) - sum(
         _num_weights(m) for m in (drafter.embed_tokens, drafter.lm_head) if m is not None
     )

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import StoppingCriteriaList
 
 from ..drafter import Drafter
+from ..target_config import optional_field
 from ..transformers_names import GenerativeModel, default_generation_settings
 from .entry import dspark_generate
 from .requirements import unwrap_drafter
@@ -113,8 +114,8 @@ def _setting(name: str, call: dict[str, Any]) -> Any:
     if value is not None or config is None:
         return value
     defaults = default_generation_settings()
-    is_filled_in = all(getattr(config, key, None) is not None for key in defaults if defaults[key] is not None)
-    value = getattr(config, name, None)
+    is_filled_in = all(optional_field(config, key) is not None for key in defaults if defaults[key] is not None)
+    value = optional_field(config, name)
     # Pipelines of older transformers versions fill in defaults that are meant for other assistants.
     return None if is_filled_in and value == defaults.get(name) else value
 
@@ -138,8 +139,9 @@ def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:
     call["stopping_criteria"] = StoppingCriteriaList(criteria)
     # Cleared wherever they may be set, so that `generate` does not build a second criterion.
     call.pop("stop_strings", None)
-    if getattr(call.get("generation_config"), "stop_strings", None) is not None:
-        call["generation_config"] = copy.copy(call["generation_config"])
+    config: GenerationConfig | None = call.get("generation_config")
+    if config is not None and config.stop_strings is not None:
+        call["generation_config"] = copy.copy(config)
         call["generation_config"].stop_strings = None
     if target.generation_config.stop_strings is not None:
         call["stop_strings"] = None
@@ -149,8 +151,9 @@ def _in_force(name: str, target: PreTrainedModel, call: dict[str, Any]) -> Any:
     """A generation setting from the call, its `generation_config` or the target's, in the order that `generate` uses."""
     if name in call:
         return call[name]
-    value = getattr(call.get("generation_config"), name, None)
-    return getattr(target.generation_config, name, None) if value is None else value
+    config: GenerationConfig | None = call.get("generation_config")
+    value = None if config is None else optional_field(config, name)
+    return optional_field(target.generation_config, name) if value is None else value
 
 
 def _refuse_what_leaves_no_loop(target: PreTrainedModel, call: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..drafter import Drafter
 from ..ragged.supported import length_limits
 from ..rope_limit import RopeLimit
+from ..target_config import optional_field
 from ..transformers_names import uncompiled
 
 logger = logging.get_logger(__name__)
@@ -81,7 +82,7 @@ def check_call(
             "follows one continuation. Use num_beams=1, or leave out assistant_model=."
         )
     for name, method in _OTHER_METHODS.items():
-        if getattr(generation_config, name, None):
+        if optional_field(generation_config, name):
             raise ValueError(
                 f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out."
             )

@@ -69,7 +69,7 @@ class Returned:
     def truncate(self, num_tokens: int) -> None:
         """Keeps the entries of the first tokens."""
         for name in FIELDS:
-            if (entries := getattr(self, name)) is not None:
+            if (entries := vars(self)[name]) is not None:
                 setattr(self, name, entries[:num_tokens])
 
 
@@ -97,7 +97,7 @@ def assemble(
     if not generation_config.return_dict_in_generate:
         return sequences
     shown: dict[str, Any] = {"sequences": sequences, CACHE_KEY: cache} | {
-        name: stacked([getattr(row, name) for row in returned]) for name in FIELDS
+        name: stacked([vars(row)[name] for row in returned]) for name in FIELDS
     }
     return GenerateDecoderOnlyOutput(**shown)
 

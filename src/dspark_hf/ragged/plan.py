@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -61,8 +61,7 @@ class Group:
     @property
     def indices(self) -> dict[str, torch.Tensor]:
         """Its tensors, by the names of their fields."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import inspect
 from transformers import PreTrainedModel
 
 from ..rope_limit import rope_limit
+from ..target_config import layer_types, optional_field, unscaled_length
 from ..transformers_names import CACHE_KEY, is_stateful, supports_sdpa
 from .cache import RaggedCache
 from .exchange import can_exchange_attention
@@ -16,7 +17,8 @@ from .target import LAYER_TYPES, RaggedTarget
 def length_limits(target: PreTrainedModel) -> dict[str, int]:
     """Lengths in tokens, by name, beyond which the rows of a pass would influence each other; usually there are none."""
     rope = rope_limit(target)
-    limits = {"original RoPE length": rope.length if rope else None, "unscaled attention": _unscaled_length(target)}
+    unscaled = unscaled_length(target.config.get_text_config())
+    limits = {"original RoPE length": rope.length if rope else None, "unscaled attention": unscaled}
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
@@ -34,10 +36,10 @@ def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | No
         return "its attention cannot be exchanged"
     if is_stateful(target):
         return "its cache holds a recurrent state"
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if layer_types - set(LAYER_TYPES):
-        return f"its layers are of the types {', '.join(sorted(layer_types))}"
-    if getattr(config, "alibi", False):
+    types = layer_types(config)
+    if types - set(LAYER_TYPES):
+        return f"its layers are of the types {', '.join(sorted(types))}"
+    if optional_field(config, "alibi"):
         return "its positions are biases of the attention logits (ALiBi)"
     for name, limit in length_limits(target).items():
         if limit < max_length:
@@ -50,10 +52,3 @@ def unsupported_reason(target: PreTrainedModel, max_length: int = 0) -> str | No
     except ValueError:
         return "rows of different lengths that share a pass get other logits than each row alone"
     return None
-
-
-def _unscaled_length(target: PreTrainedModel) -> int | None:
-    """Length up to which Llama 4 does not scale its queries by position. It would use the index in the pass instead."""
-    config = target.config.get_text_config()
-    is_scaled = getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale")
-    return config.floor_scale - 1 if is_scaled else None

@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
+from ..target_config import layer_types, optional_field, shares_keys
 from ..transformers_names import CACHE_KEY
 from .attention import NotPackable, RaggedMask
 from .cache import RaggedCache
@@ -52,7 +53,7 @@ class RaggedTarget:
         self.model = model
         self.cache = cache
         self._rules = mask_rules(model)
-        self._shares_keys = bool(getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
+        self._shares_keys = shares_keys(model.config.get_text_config(decoder=True))
         if model in _not_packable:
             self._pad_rows("")
         elif not can_exchange_attention(model):
@@ -176,11 +177,11 @@ def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
         ValueError: for layer types that are not in [`LAYER_TYPES`].
     """
     config = model.config.get_text_config(decoder=True)
-    window: Any = getattr(config, "sliding_window", None)
-    chunk_size: Any = getattr(config, "attention_chunk_size", None)
+    window = optional_field(config, "sliding_window")
+    chunk_size = optional_field(config, "attention_chunk_size")
     of_all = "full_attention" if window is None else "sliding_attention"
-    layer_types = set(getattr(config, "layer_types", None) or [of_all])
-    if unknown := sorted(layer_types - set(LAYER_TYPES)):
+    types = layer_types(config) or {of_all}
+    if unknown := sorted(types - set(LAYER_TYPES)):
         raise ValueError(
             f"Rows of different lengths cannot share a pass of {type(model).__name__}, which has layers of the type "
             f"{', '.join(unknown)}. Generate for each row alone."
@@ -190,4 +191,4 @@ def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
         "sliding_attention": lambda: sliding_window_causal_mask_function(window),
         "chunked_attention": lambda: chunked_causal_mask_function(chunk_size, torch.zeros(1, dtype=torch.long)),
     }
-    return {kind: rules[kind]() for kind in sorted(layer_types)}
+    return {kind: rules[kind]() for kind in sorted(types)}

@@ -28,6 +28,7 @@ from ..conversations.prompts import Conversation, Unanswerable, without_ids
 from ..conversations.rows import end_token_ids
 from ..conversations.templates import has_template, opening_tokens, thinking_switch
 from ..ragged.supported import length_limits, unsupported_reason
+from ..target_config import max_length, optional_field
 from .decoder import SlotDecoder
 from .plain_decoder import PlainDecoder
 from .requests import Completion, Request
@@ -84,7 +85,7 @@ class Regenerator(ResponseWriter):
         generation_config = target.generation_config
         self.sampling = resolve_sampling(self.settings, generation_config)
         self.max_new_tokens = self.settings.response_limit(generation_config)
-        self.max_length = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = max_length(target.config.get_text_config())
         self.eos_token_ids = end_token_ids(target, tokenizer)
         self.told_fallback = False
 
@@ -213,5 +214,5 @@ def by_length(requests: Iterable[Request], window: int) -> Iterator[Request]:
 
 def other_processors(generation_config: Any) -> list[str]:
     """Names of settings in the generation config that the fast decoder does not support."""
-    values = {name: getattr(generation_config, name, None) for name in OTHER_PROCESSORS}
+    values = {name: optional_field(generation_config, name) for name in OTHER_PROCESSORS}
     return [name for name, found in values.items() if found is not None and found != OTHER_PROCESSORS[name]]

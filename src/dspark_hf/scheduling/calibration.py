@@ -174,7 +174,7 @@ def weighted_mean(reliabilities: Sequence[Reliability], name: str) -> float:
         reliabilities: One per slot.
         name: `"ece"`, `"auc"`, `"brier"`, `"predicted"` or `"observed"`.
     """
-    pairs = [(r.weight, getattr(r, name)) for r in reliabilities]
+    pairs = [(r.weight, vars(r)[name]) for r in reliabilities]
     pairs = [(weight, value) for weight, value in pairs if not np.isnan(value)]
     total = sum(weight for weight, _ in pairs)
     return sum(weight * value for weight, value in pairs) / total if total else float("nan")

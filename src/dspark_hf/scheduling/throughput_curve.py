@@ -375,7 +375,7 @@ def describe(target: Any) -> dict[str, Any]:
 
     device = torch.device(target.device)
     return {
-        "model": getattr(target.config, "name_or_path", "") or type(target).__name__,
+        "model": target.config.name_or_path or type(target).__name__,
         "config_hash": config_hash(target.config),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": f"{device.type}: {_device_name(device)}",

@@ -29,7 +29,7 @@ def warm_start(drafter: Drafter, **changes: Any) -> Drafter:
             another draft vocabulary would leave without weights.
     """
     config = drafter.config
-    changes = {name: value for name, value in changes.items() if getattr(config, name) != value}
+    changes = {name: changes[name] for name, value in config.named(changes).items() if value != changes[name]}
     if not changes:
         return drafter
     if "draft_vocab_size" in changes and config.has_lm_head:

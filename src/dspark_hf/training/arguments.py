@@ -106,9 +106,14 @@ class DSparkTrainingArguments(TrainingArguments):
                 f"chat_template_kwargs is {self.chat_template_kwargs!r}; give options by name, such as "
                 "'{\"enable_thinking\": false}'."
             )
-        for name in ("ce_weight", "tv_weight", "confidence_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a loss term cannot weigh less than 0.")
+        weights = {
+            "ce_weight": self.ce_weight,
+            "tv_weight": self.tv_weight,
+            "confidence_weight": self.confidence_weight,
+        }
+        for name, weight in weights.items():
+            if weight < 0:
+                raise ValueError(f"{name} is {weight}; a loss term cannot weigh less than 0.")
         if self.ce_weight == self.tv_weight == 0:
             raise ValueError("ce_weight and tv_weight are both 0, so the drafter would learn no tokens.")
         if self.matrix_optimizer not in ("adamw", "muon"):

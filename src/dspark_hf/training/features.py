@@ -77,7 +77,7 @@ def target_features(target: PreTrainedModel, indices: list[int], input_ids: torc
     tap = Tap(target, indices)
     with tap.reading():
         outputs = target.base_model(input_ids=input_ids, output_hidden_states=tap.argument, use_cache=False)
-    states, last = outputs.hidden_states, getattr(outputs, "last_hidden_state", None)
+    states, last = outputs.hidden_states, outputs.get("last_hidden_state")
     if states is None or last is None:
         raise ValueError(
             f"{type(target.base_model).__name__} gives no hidden states, so there is nothing for a drafter to read. "

@@ -68,7 +68,7 @@ def check_arguments(args: TrainingArguments, uses_muon: bool) -> None:
     """
     refused = REFUSED_ARGUMENTS | (REFUSED_WITH_MUON if uses_muon else {})
     defaults = {field.name: _default(field) for field in fields(TrainingArguments)}
-    given = {name: getattr(args, name) for name in refused if name in defaults}
+    given = {name: vars(args)[name] for name in refused if name in defaults}
     problems = {name: refused[name] for name, value in given.items() if value != defaults[name]}
     options = _checkpointing_options(args)
     if options.get("use_reentrant"):
@@ -100,9 +100,10 @@ def check_keywords(given: Mapping[str, Any], uses_muon: bool) -> None:
 
 def _checkpointing_options(args: TrainingArguments) -> dict[str, Any]:
     """`activation_checkpointing_kwargs`, which transformers before 5.24 calls `gradient_checkpointing_kwargs`."""
-    names = {field.name for field in fields(args)}
-    name = next(n for n in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs") if n in names)
-    options: dict[str, Any] | None = getattr(args, name)
+    given = vars(args)
+    options: dict[str, Any] | None = given.get(
+        "activation_checkpointing_kwargs", given.get("gradient_checkpointing_kwargs")
+    )
     return options or {}
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..embeddings import target_embeddings
+from ..target_config import logit_softcap
 
 _TOKENS = 16  # Tokens of the text used for measuring.
 _SAME = 5e-3  # A factor closer to 1 than this counts as 1, because 16-bit logits are not more precise.
@@ -49,7 +50,7 @@ def logit_rule(target: PreTrainedModel) -> LogitRule:
         distribution that is not the target's.
     """
     text = target.config.get_text_config(decoder=True)
-    softcap = getattr(text, "final_logit_softcapping", None)
+    softcap = logit_softcap(text)
     lm_head = target_embeddings(target)[1]
     ids = torch.arange(1, 1 + _TOKENS, device=target.device)[None] % text.vocab_size  # [1, T]
     theirs = target(input_ids=ids, use_cache=False).logits.double()  # [1, T, V]

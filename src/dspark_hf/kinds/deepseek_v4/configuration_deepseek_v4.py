@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ...configuration_drafter import decoder_config, is_positive
+from ...configuration_drafter import is_positive
+from ...target_config import decoder_config
 from ..dspark.configuration_dspark import BlockDrafterConfig
 
 
@@ -97,8 +98,8 @@ class DeepseekV4DrafterConfig(BlockDrafterConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        for name in ("rope_theta", "swiglu_limit", "hc_eps", "routed_scaling_factor"):
-            if not is_positive(value := getattr(self, name)):
+        for name, value in self.named(("rope_theta", "swiglu_limit", "hc_eps", "routed_scaling_factor")).items():
+            if not is_positive(value):
                 yield f"{name} must be a positive number, got {value!r}."
         if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.head_dim:
             yield f"qk_rope_head_dim={self.qk_rope_head_dim} has to be even and at most head_dim={self.head_dim}."

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ...configuration_drafter import FILLED_IN, DecoderDrafterConfig, DrafterConfig, decoder_config
+from ...configuration_drafter import FILLED_IN, DecoderDrafterConfig, DrafterConfig
+from ...target_config import decoder_config, optional_field
 
 SEQUENTIAL_HEADS = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -271,7 +272,7 @@ def free_token_id(text: PreTrainedConfig, tokenizer: Any = None) -> int:
     known = {"deepseek_v4": 128799, "gemma3_text": 4, "gemma4_text": 4, "qwen3": 151669, "qwen3_moe": 151669}
     candidates = [
         None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1,
-        getattr(text, "mask_token_id", None),
+        optional_field(text, "mask_token_id"),
         known.get(text.model_type),
         None if tokenizer is None else unused_token_id(text, tokenizer),
     ]
@@ -290,7 +291,7 @@ def unused_token_id(text: PreTrainedConfig, tokenizer: Any) -> int | None:
     A special token that the target is not expected to generate: the mask token, a reserved one, the unknown token where all
     text can be written without it, or else one that has no role and does not occur in the chat template.
     """
-    ends = getattr(text, "eos_token_id", None)
+    ends = text.eos_token_id
     roles = {
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,

@@ -86,7 +86,7 @@ class Eagle3Config(DecoderDrafterConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        fuses = [name for name in ("taps_from_depth", "norm_before_fc", "fc_norm") if getattr(self, name)]
+        fuses = [n for n, value in self.named(("taps_from_depth", "norm_before_fc", "fc_norm")).items() if value]
         if not self.use_aux_hidden_state and fuses:
             yield f"use_aux_hidden_state=False takes no taps, which {' and '.join(fuses)}=True speak of."
         if self.num_hidden_layers != 1:

@@ -1,0 +1,85 @@
+"""Reads the configuration of a target, whose fields differ between model families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+DEFAULT_ROPE_THETA = 10_000.0
+
+
+def optional_field(config: PreTrainedConfig | GenerationConfig, *names: str) -> Any:
+    """
+    The value of a field that not all configurations have; `None` without it.
+
+    Args:
+        config: The configuration of a model or of its generation.
+        names: The names of the field in different model families. The first one with a value counts.
+    """
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def decoder_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
+    """
+    The text part of a target's configuration.
+
+    Raises:
+        ValueError: for an encoder-decoder.
+    """
+    if target_config.is_encoder_decoder:
+        raise ValueError(
+            f"A drafter needs a decoder-only target; {type(target_config).__name__} is an encoder-decoder."
+        )
+    return target_config.get_text_config(decoder=True)
+
+
+def max_length(text: PreTrainedConfig) -> int | None:
+    """The longest sequence that the target was made for, in tokens; `None` if its configuration does not say."""
+    length: int | None = optional_field(text, "max_position_embeddings")
+    return length
+
+
+def logit_softcap(text: PreTrainedConfig) -> float | None:
+    """The target's soft cap on its logits, if it has one."""
+    softcap: float | None = optional_field(text, "final_logit_softcapping")
+    return softcap
+
+
+def rope_theta(text: PreTrainedConfig) -> float:
+    """The base of the target's rotary frequencies; that of full-attention layers if layers differ."""
+    parameters = optional_field(text, "rope_parameters") or {}
+    for candidate in (parameters, parameters.get("full_attention") or {}):
+        if candidate.get("rope_theta"):
+            return float(candidate["rope_theta"])
+    return float(optional_field(text, "rope_theta") or DEFAULT_ROPE_THETA)
+
+
+def layer_types(text: PreTrainedConfig) -> set[str]:
+    """The types of the target's layers, such as `"sliding_attention"`; empty if all layers are of one type."""
+    return set(optional_field(text, "layer_types") or ())
+
+
+def shares_keys(text: PreTrainedConfig) -> bool:
+    """Whether some layers use the keys and values of other layers (Gemma 4)."""
+    return bool(optional_field(text, "num_kv_shared_layers"))
+
+
+def first_layer(text: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the first layer, for targets whose layers differ in width; otherwise that of all layers."""
+    layers: Any = text.per_layer_config if optional_field(text, "is_heterogeneous") else [text]
+    first: PreTrainedConfig = layers[0]
+    return first
+
+
+def mlp_width(layer: PreTrainedConfig) -> int:
+    """The width of a layer's MLP; the largest one if there are several."""
+    width: Any = optional_field(layer, "intermediate_size", "ffn_dim") or 4 * layer.hidden_size
+    return int(width if isinstance(width, int) else max(width))
+
+
+def unscaled_length(text: PreTrainedConfig) -> int | None:
+    """Length up to which Llama 4 does not scale its queries by position; `None` for other targets."""
+    floor = optional_field(text, "floor_scale") if optional_field(text, "attn_temperature_tuning") else None
+    return None if floor is None else int(floor) - 1
