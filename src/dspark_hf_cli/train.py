@@ -96,7 +96,8 @@ def train(
         typer.Option(
             metavar="NAME",
             rich_help_panel=DRAFTER,
-            help="Kind of a new drafter: dspark, dflash (no heads), eagle3 or deepseek-v4.",
+            help="Kind of a new drafter: dspark, dflash (no heads), dflash2 (convolutions in the layers), eagle3 (drafts token "
+            "by token) or deepseek-v4 (for targets of that family only).",
         ),
     ] = "dspark",
     block_size: Annotated[

@@ -121,7 +121,7 @@ def test_without_a_curve_no_file_is_written(tmp_path):
 def test_a_file_that_holds_no_curve_is_refused(tmp_path):
     tiny.random_drafter(rig.target()).save_pretrained(tmp_path)
     (tmp_path / "throughput_curve.json").write_text('{"pass_s": [1]}')
-    with pytest.raises(ValueError, match="no throughput curve"):
+    with pytest.raises(ValueError, match="not a throughput curve"):
         DSparkDrafter.from_pretrained(tmp_path)
 
 

@@ -115,7 +115,8 @@ def drafter_fields() -> dict[str, Any]:
     """The fields of all kinds of drafter configurations that can be set, with their types."""
     found: dict[str, Any] = {}
     for configuration in config_classes().values():
-        found |= configuration.own_fields()
+        for name, kind in configuration.own_fields().items():  # A field may be optional in one kind only.
+            found[name] = found[name] | kind if name in found else kind
     return {name: kind for name, kind in found.items() if name not in _NOT_SETTINGS}
 
 
