@@ -83,6 +83,8 @@ class DrafterConfig(PreTrainedConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # The public formats that such a drafter can be exported to, keys of `checkpoints.EXPORT_FORMATS`.
     export_formats: ClassVar[tuple[str, ...]] = ()
+    # Whether some weights are in float32 whatever the dtype of the others.
+    has_float32_weights: ClassVar[bool] = False
     # Index of the first token of a training text that can be the anchor of a draft.
     first_anchor: ClassVar[int] = 0
 

@@ -74,11 +74,13 @@ class Drafter(DrafterModel):
                 pretrained_model_name_or_path, *model_args, config=config, use_safetensors=True, **kwargs
             )
         else:
-            tensors = checkpoint.read_tensors(set(expected))
+            tensors, path = checkpoint.read_tensors(set(expected)), config.name_or_path
             loaded = super(Drafter, kind).from_pretrained(
                 None, *model_args, config=config, state_dict=tensors, **kwargs
             )
         drafter: Any = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
+        if not checkpoint.loads_by_name:  # transformers was given no name.
+            drafter.name_or_path = drafter.config.name_or_path = path
         drafter.check_values(pretrained_model_name_or_path)
         # transformers reads the generation settings only for models that can generate alone.
         # `update` ignores names that transformers does not know.

@@ -89,6 +89,7 @@ def test_it_is_found_in_the_target(loader: type[Drafter], shards: int, tmp_path:
     assert (config.block_size, config.mask_token_id, config.num_hidden_layers) == (5, tiny.MASK_ID, 3)
     assert (config.target_layer_ids, config.num_target_layers, config.markov_rank) == ([1, 2, 3], 4, v4.RANK)
     assert config.target_name_or_path == str(tmp_path) and config.gives_confidence
+    assert config.name_or_path == drafter.name_or_path == ""  # The files there are about the target.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, "auto"])
@@ -178,6 +179,7 @@ def test_inspection(tmp_path: Path):
     text = str(found)
     for part in ("3 (DeepSeek-V4), hidden size 64 in 4 streams", "6 experts of 32 with 2 for each token", "mask token"):
         assert part in text
+    assert not found.oddities
     drafter = Drafter.from_pretrained(tmp_path)
     assert found.num_parameters == sum(tensor.numel() for tensor in drafter.state_dict().values())
     json.dumps(found.to_dict())

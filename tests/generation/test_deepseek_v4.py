@@ -151,9 +151,17 @@ def test_a_second_turn_continues_from_its_context(monkeypatch):
         assert drafts == drafted_from_nothing(drafter, ids, len(drafts)), ids.shape
 
 
-def test_several_rows_are_refused_by_name(embedded: Drafter):
-    with pytest.raises(ValueError, match="DeepseekV4ForCausalLM"):
-        speculated(embedded, **tiny.prompt(num_rows=2), **GREEDY)
+def test_several_rows(embedded: Drafter):
+    """Of one length; each has its own rounds."""
+    inputs = tiny.prompt(9, num_rows=3)
+    answer = target().generate(**inputs, **GREEDY)
+    knowing = drafter_that_knows(torch.cat([answer[1:2], answer[0:1]], dim=1))  # The last row stays unknown.
+    for drafter in (embedded, knowing):
+        output, stats = speculated(drafter, **inputs, **GREEDY)
+        assert torch.equal(output, answer)
+        assert {r.row for r in stats.rounds} == {0, 1, 2}
+    accepted = [sum(r.accepted for r in stats.rounds if r.row == row) for row in range(3)]
+    assert min(accepted[:2]) > 10
 
 
 # ---------------------------------------------------------------------- confidences, schedulers, sampling

@@ -160,7 +160,8 @@ def oddities(checkpoint: Checkpoint) -> Iterator[str]:
     yield from _odd_taps(config)
     if frozen := [name for name in OPTIONAL_TENSORS if name in checkpoint.tensors and not config.draft_vocab_size]:
         yield f"it contains copies of the target's {' and '.join(frozen)} (borrow_embeddings=True does not read them)"
-    if len({info.dtype for info in checkpoint.tensors.values() if info.dtype not in ("I64", "I32")}) > 1:
+    expected = {"I64", "I32"} | ({"F32"} if config.has_float32_weights else set())
+    if len({info.dtype for info in checkpoint.tensors.values()} - expected) > 1:
         yield "its weights are of different types"
     if "auto_map" in raw:
         yield "it refers to Python code in its repository (auto_map), which is not run"

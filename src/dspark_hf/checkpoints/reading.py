@@ -289,5 +289,6 @@ def translated_config(
             f"The tensors of {path} do not fit its configuration: they have {len(layers)} layers, num_hidden_layers is "
             f"{config.num_hidden_layers}."
         )
-    config.name_or_path = str(path)
+    # Of files that hold more than a drafter, what lies beside them is not about the drafter.
+    config.name_or_path = "" if hasattr(reader, "is_own") else str(path)
     return config

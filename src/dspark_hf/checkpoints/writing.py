@@ -162,12 +162,12 @@ def check_servable(config: Any, dst: Path, format: str) -> None:
 
 
 def original(drafter: DrafterModel) -> deepseek_v4.EmbeddedDrafter | None:
-    """The part of a DeepSeek-V4 checkpoint that a drafter was loaded from, if it can still be read."""
-    for path in filter(None, (drafter.config.name_or_path, drafter.config.target_name_or_path)):
-        with contextlib.suppress(OSError, ValueError):
-            source, _ = open_source(path, {})
-            if isinstance(source, deepseek_v4.EmbeddedDrafter):
-                return source
+    """The part of a DeepSeek-V4 checkpoint that a drafter was loaded from, if it is still on this machine."""
+    if drafter.config.target_name_or_path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        source, _ = open_source(drafter.config.target_name_or_path, {"local_files_only": True})
+        return source if isinstance(source, deepseek_v4.EmbeddedDrafter) else None
     return None
 
 

@@ -58,12 +58,14 @@ class DeepseekV4DrafterConfig(BlockDrafterConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {"deepseek-v4": {}}
     export_formats: ClassVar[tuple[str, ...]] = ("deepseek-v4",)
     confidence_bias: ClassVar[bool] = False
+    has_float32_weights: ClassVar[bool] = True
 
     hidden_size: int = 4096
     num_hidden_layers: int = 3
     vocab_size: int = 129280
     max_position_embeddings: int = 1048576
     block_size: int = 5
+    tap_before_norm: bool = True
 
     num_attention_heads: int = 64
     head_dim: int = 512
