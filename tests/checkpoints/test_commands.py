@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import spellings
+from replicas import REPLICAS
 from typer.testing import CliRunner
 
 import tiny
-from dspark_hf import DSparkDrafter
+from dspark_hf import Drafter, DSparkDrafter
 from dspark_hf_cli.app import app
 
 
@@ -67,3 +68,15 @@ def test_convert_refuses_an_unknown_format(folder: Path, tmp_path: Path):
     result = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "out"), "--format", "onnx"])
     assert result.exit_code == 2
     assert "'onnx'" in result.output and "deepspec" in result.output
+
+
+def test_convert_writes_the_layers_that_follow_from_the_targets_depth(tmp_path: Path):
+    REPLICAS["EAGLE-3, SpecForge"].build(tmp_path / "files")
+    tiny.llama(num_hidden_layers=8).save_pretrained(tmp_path / "target")
+    said = run(
+        "convert", tmp_path / "files", tmp_path / "out", "--format", "dspark-hf", "--target", tmp_path / "target"
+    )
+    assert said == f"Wrote {tmp_path / 'out'}.\n"
+    assert Drafter.from_pretrained(tmp_path / "out").config.target_layer_ids == [1, 3, 4]
+    written = json.loads(run("convert", tmp_path / "files", tmp_path / "again", "-f", "dspark-hf", "--json"))
+    assert written == {"path": str(tmp_path / "again"), "format": "dspark-hf"}

@@ -8,15 +8,29 @@ from pathlib import Path
 import pytest
 import torch
 from replicas import REPLICAS
+from typer.testing import CliRunner
 
 import tiny
 from dspark_hf import Drafter
-from dspark_hf.checkpoints import inspect_checkpoint
+from dspark_hf.checkpoints import EXPORT_FORMATS, inspect_checkpoint
+from dspark_hf_cli.app import app
 
 pytestmark = pytest.mark.integration
 
+# How a refusal to convert begins.
+REASONS = (
+    " format cannot hold ",
+    "No engine that reads ",
+    "The drafter's own ",
+)
+
 READ = [name for name, replica in REPLICAS.items() if replica.refusal is None]
 REFUSED = [name for name in REPLICAS if name not in READ]
+
+
+def convert(path: Path, format: str, folder: Path) -> None:
+    result = CliRunner().invoke(app, ["convert", str(path), str(folder), "--format", format, "--dtype", "float32"])
+    assert result.exit_code == 0, result.output
 
 
 def drafts_exactly(target, drafter) -> bool:
@@ -34,12 +48,36 @@ def test_a_packaging_is_read_and_drafted_with(name: str, tmp_path: Path):
     assert found.refusal is None and found.config is not None and str(found)
     drafter = Drafter.from_pretrained(path, dtype=torch.float32)
     assert drafts_exactly(target, drafter)
-    drafter.save_pretrained(tmp_path / "converted")  # What `dspark-hf convert` writes without --format.
+    convert(path, "dspark-hf", tmp_path / "converted")
     again = Drafter.from_pretrained(tmp_path / "converted")
     for key, tensor in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[key], tensor), key
-    assert again.config.target_layer_ids == drafter.config.target_layer_ids
     assert drafts_exactly(target, again)
+    assert again.config.hidden_state_indices == drafter.config.hidden_state_indices
+
+
+@pytest.mark.parametrize("format", EXPORT_FORMATS)
+@pytest.mark.parametrize("name", READ)
+def test_a_packaging_is_converted_or_the_reason_is_given(name: str, format: str, tmp_path: Path):
+    """What is written holds the same weights; what is not, is refused in words, and leaves nothing behind."""
+    path = REPLICAS[name].build(tmp_path / "files")
+    drafter = Drafter.from_pretrained(path, dtype=torch.float32)
+    drafter.config.target_name_or_path = "some/target"
+    drafter.bind(REPLICAS[name].target())
+    refused = None
+    try:
+        drafter.save_pretrained(tmp_path / "converted", format=format)
+    except ValueError as error:
+        refused = str(error)
+    if refused is not None:
+        assert any(start in refused for start in REASONS), refused
+        assert not (tmp_path / "converted").exists()
+        return
+    again = Drafter.from_pretrained(tmp_path / "converted")
+    shared = again.state_dict().keys() & drafter.state_dict().keys()
+    assert {"fc.weight", "norm.weight"} <= shared
+    for key in shared:
+        assert torch.equal(again.state_dict()[key], drafter.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -142,11 +142,10 @@ def test_inspect_says_that_the_depth_decides(folder):
     assert any("follow from the target's depth" in oddity for oddity in found.oddities)
 
 
-def test_it_trains_and_is_saved_with_its_taps(target, folder, tmp_path):
+def trained(target, drafter, tmp_path):
+    """The drafter as it is read back after three steps of training."""
     from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
 
-    drafter = Drafter.from_pretrained(folder)
-    before = drafter.fc.weight.detach().clone()
     rows = [{"input_ids": list(range(1, 20)), "loss_mask": [1] * 19} for _ in range(2)]
     arguments = DSparkTrainingArguments(
         output_dir=str(tmp_path / "run"),
@@ -160,8 +159,35 @@ def test_it_trains_and_is_saved_with_its_taps(target, folder, tmp_path):
     trainer = DSparkTrainer(model=drafter, target=target, train_dataset=rows, args=arguments)
     trainer.train()
     trainer.save_model(str(tmp_path / "trained"))
-    again = Drafter.from_pretrained(tmp_path / "trained")
+    return Drafter.from_pretrained(tmp_path / "trained")
+
+
+def test_it_trains_and_is_saved_with_its_taps(target, folder, tmp_path):
+    drafter = Drafter.from_pretrained(folder)
+    before = drafter.fc.weight.detach().clone()
+    again = trained(target, drafter, tmp_path)
     assert not torch.equal(before, again.fc.weight) and again.config.target_layer_ids == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"norm_before_fc": True, "norm_output": True},
+        {"fc_norm": True, "norm_before_residual": True},
+        {"use_aux_hidden_state": False, "target_layer_ids": [DEPTH - 1]},
+        {"target_layer_ids": [1, 3, DEPTH - 1], "tap_before_norm": True},
+        {"draft_vocab_size": 40, "has_lm_head": True, "has_embed_tokens": True},
+    ],
+    ids=str,
+)
+def test_every_variant_trains_in_all_its_parts(target, variant, tmp_path):
+    drafter = drafter_for(target, **variant)
+    before = {name: parameter.clone() for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    again = trained(target, drafter, tmp_path)
+    state = again.state_dict()
+    assert not [name for name, parameter in before.items() if torch.equal(state[name], parameter)]
+    assert {name: getattr(again.config, name) for name in variant} == variant
+    assert same_as_plain(target, again)
 
 
 # ------------------------------------------------------------------ the probe
@@ -358,6 +384,89 @@ def test_what_a_configuration_cannot_say():
 def test_a_norm_without_its_weight_is_refused(target, name, tmp_path):
     with pytest.raises(ValueError, match=f"says {name}=True, but lacks"):
         Drafter.from_pretrained(write(tmp_path, *specforge(drafter_for(target), **{name: True})))
+
+
+def reduced(target):
+    made = drafter_for(target, draft_vocab_size=40, has_lm_head=True)
+    made.draft_token_ids.copy_(torch.cat([torch.arange(20), torch.arange(20) * 3 + 40]))
+    return specforge(made)
+
+
+def edited(**changed):
+    """Sets tensors; `None` takes one away."""
+
+    def edit(config, tensors):
+        for name, tensor in changed.items():
+            name = name.replace("__", ".")
+            tensors.pop(name, None)
+            if tensor is not None:
+                tensors[name] = tensor
+
+    return edit
+
+
+def fields(**changed):
+    return lambda config, tensors: config.update(changed)
+
+
+OFFSETS = torch.cat([torch.zeros(20), torch.arange(20) * 2 + 20]).long()
+MALFORMED = {
+    "d2t beyond the vocabulary": (edited(d2t=OFFSETS + 100, t2d=None), "draft vocabulary is damaged"),
+    "d2t below zero": (edited(d2t=OFFSETS - 5, t2d=None), "draft vocabulary is damaged"),
+    "d2t that repeats a token": (edited(d2t=torch.zeros(40, dtype=torch.long) - torch.arange(40), t2d=None), "damaged"),
+    "d2t of another length": (edited(d2t=OFFSETS[:39], t2d=None), r"wrong shape: draft_token_ids is \[39\]"),
+    "d2t of floats": (edited(d2t=OFFSETS.float()), "wrong type: draft_token_ids is F32"),
+    "t2d that marks other tokens": (edited(t2d=torch.zeros(128, dtype=torch.bool)), "those of t2d"),
+    "a head of the full vocabulary": (edited(lm_head__weight=torch.zeros(128, 32)), "wrong shape: lm_head.weight"),
+    "no d2t": (edited(d2t=None), "missing: draft_token_ids"),
+    "more drafts than tokens": (fields(draft_vocab_size=4096), "does not fit a vocabulary of 128"),
+    "a wider target": (fields(target_hidden_size=48), "fc reads 96 values where three layers of width 48 have 144"),
+    "another hidden size": (fields(hidden_size=64), "fc reads 96 values"),
+    "heads that do not divide": (fields(num_key_value_heads=3), "not a multiple of num_key_value_heads=3"),
+    "another head size": (fields(head_dim=16), "wrong shape: layers.0.self_attn.k_proj.weight"),
+    "two layers": (fields(num_hidden_layers=2), "an EAGLE-3 drafter has one layer"),
+    "no layer": (fields(num_hidden_layers=None), "lacks num_hidden_layers"),
+    "an unknown activation": (fields(hidden_act="swish7"), "hidden_act='swish7'"),
+    "an unknown rotation": (fields(rope_scaling={"type": "spiral", "factor": 2.0}), "rope_type must be one of"),
+    "taps in words": (fields(eagle_aux_hidden_state_layer_ids=["low", "high"]), "must be layer ids"),
+    "taps as one number": (fields(eagle_aux_hidden_state_layer_ids=7), "must be a list of layer ids, got 7"),
+    "taps out of order": (fields(eagle_aux_hidden_state_layer_ids=[5, 4, 2]), "must be strictly increasing"),
+    "taps before the embedding": (fields(eagle_aux_hidden_state_layer_ids=[-1, 2, 3]), "starts at -1"),
+    "two taps for a projection of three": (fields(eagle_aux_hidden_state_layer_ids=[2, 4]), "wrong shape: fc.weight"),
+    "two lists of taps": (
+        fields(eagle_aux_hidden_state_layer_ids=[2, 4, 5], target_layer_ids=[2, 4, 5]),
+        "do not name the same taps",
+    ),
+    "a projection without use": (fields(eagle_config={"use_aux_hidden_state": False}), "unexpected: fc.weight"),
+    "another layer's tensors": (
+        edited(layers__3__mlp__up_proj__weight=torch.zeros(2, 2)),
+        "have 2 layers, num_hidden_layers is 1",
+    ),
+    "a lost norm": (edited(midlayer__hidden_norm__weight=None), "missing: layers.0.hidden_norm.weight"),
+    "numbers that are none": (edited(norm__weight=torch.full((32,), torch.nan)), "hold NaN or infinite values"),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_files_are_refused(target, edit, message, tmp_path):
+    config, tensors = reduced(target)
+    edit(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        Drafter.from_pretrained(write(tmp_path, {n: v for n, v in config.items() if v is not None}, tensors))
+
+
+def test_taps_beyond_the_target_are_refused(target, tmp_path):
+    config, tensors = reduced(target)
+    folder = write(tmp_path, config | {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, tensors)
+    with pytest.raises(ValueError, match="taps target layer 28, but the target has 8 layers"):
+        target.generate(**tiny.prompt(), max_new_tokens=2, assistant_model=Drafter.from_pretrained(folder))
+
+
+def test_a_truncated_file_is_refused(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(OSError, match="may be cut short"):
+        Drafter.from_pretrained(folder)
 
 
 def test_a_pickle_is_refused_with_its_conversion(target, tmp_path):

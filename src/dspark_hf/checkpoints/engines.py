@@ -80,6 +80,7 @@ def unknown_to_engines(config: DSparkConfig, mixed_causality: bool = False) -> I
     if family != "gemma4" and config.final_logit_softcapping is not None:
         yield "it does not soft-cap base logits, as this drafter does"
     changed = {"logit_scale": 1.0, "value_scale": 1.0, "has_mask_embedding": False, "raw_embeddings": False}
+    changed |= {"fc_norm": False, "norm_context": False}
     if odd := [name for name, value in config.named(changed).items() if value != changed[name]]:
         yield f"it has no {', '.join(odd)}"
     causal = {config.layer_is_causal(i) for i in range(config.num_hidden_layers)}
