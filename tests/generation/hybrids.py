@@ -178,7 +178,7 @@ _COMMON = (
 
 
 def _absent(fields: dict[str, Any]) -> set[str]:
-    return {name for name, value in fields.items() if value is None and name in ("head_dim", "num_hidden_layers")}
+    return {name for name, value in fields.items() if value is None and name != "q_lora_rank"}
 
 
 def _spread(target: PreTrainedModel, seed: int) -> None:

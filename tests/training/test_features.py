@@ -4,13 +4,18 @@ import json
 
 import pytest
 import torch
+from generation import hybrids
 from safetensors.torch import load_file
+from transformers import DynamicCache
 
 import tiny
 from dspark_hf import Eagle3Config
 from dspark_hf.storage.single_writer import single_writer
+from dspark_hf.tapping import Tap
 from dspark_hf.training.collator import DSparkCollator
 from dspark_hf.training.features import CachedFeatureDataset, CachePlan, cache_features, target_features
+from dspark_hf.training.target_logits import logit_rule
+from dspark_hf.transformers_names import CACHE_KEY
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gemma4", "gpt_oss", "qwen3_5"])
@@ -45,6 +50,29 @@ def test_rows_of_a_padded_batch_have_the_features_of_rows_alone(name):
     for index, ids in enumerate(prompts):
         for found, expected in zip(together, target_features(target, config.hidden_state_indices, ids), strict=True):
             torch.testing.assert_close(found[index, : ids.shape[1]], expected[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("family", [name for name in hybrids.FAMILIES if hybrids.exists(name)])
+def test_features_of_hybrid_targets_are_those_of_decoding_token_by_token(family):
+    """What a drafter learns from is what it reads in `generate`."""
+    target = hybrids.target(family)
+    last = target.config.num_hidden_layers
+    tap, ids = Tap(target, [1, last]), tiny.prompt(19)["input_ids"]
+    features = target_features(target, tap.indices, ids)
+    model_kwargs = {CACHE_KEY: DynamicCache(config=target.config), "use_cache": True}
+    model_kwargs |= {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(19)[None]}
+    decoded = []
+    for length in range(1, 20):
+        covering = {n: v[:, :length] if isinstance(v, torch.Tensor) else v for n, v in model_kwargs.items()}
+        inputs = target.prepare_inputs_for_generation(ids[:, :length], next_sequence_length=1, **covering)
+        with torch.no_grad(), tap.reading():
+            decoded.append(tap.features(target(**(inputs | {"output_hidden_states": tap.argument}))))
+    tolerance = 0.1 if family == "nemotron_h" else 2e-3  # Its norm divides very small numbers.
+    torch.testing.assert_close(features.context_features, torch.cat(decoded, 1), atol=tolerance, rtol=1e-3)
+    rule = logit_rule(target)
+    logits = rule(target.get_output_embeddings()(features.last_hidden_states))
+    torch.testing.assert_close(logits, target(ids).logits.float(), atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 40])
