@@ -210,6 +210,22 @@ def test_half_precision(embedded: Drafter):
     assert torch.equal(output, plain(9)) and stats.rounds
 
 
+def test_a_stage_that_is_offloaded(embedded: Drafter, tmp_path: Path):
+    pytest.importorskip("accelerate")
+    places = {name: "cpu" for name, _ in embedded.named_children() if name != "layers"}
+    places |= {"layers.0": "cpu", "layers.1": "disk", "layers.2": "cpu"}
+    spread = Drafter.from_pretrained(
+        tmp_path / "target", dtype=torch.float32, device_map=places, offload_folder=tmp_path / "offloaded"
+    ).eval()
+    assert spread.layers[1].mlp.experts.down_proj.is_meta
+    rounds = []
+    for drafter in (embedded, spread):
+        output, stats = speculated(drafter, **tiny.prompt(9), **GREEDY, assistant_confidence_threshold=1e-9)
+        assert torch.equal(output, plain(9))
+        rounds.append([(r.accepted, r.confidence) for r in stats.rounds])
+    assert rounds[0] == rounds[1]
+
+
 # ---------------------------------------------------------------------- around it
 
 
