@@ -482,11 +482,25 @@ def eagle3_pickle(folder: Path) -> Path:
     return folder
 
 
-def eagle3_mla(folder: Path) -> Path:
-    """Kimi's: latent attention in the draft layer."""
-    config, tensors = eagle3(eagle3_drafter(deep_llama()), architectures=["Eagle3DeepseekV2ForCausalLM"])
-    latent = {"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(2, 2)}
-    return spellings.write(folder, config, tensors | latent)
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 6, "v_head_dim": 5}
+
+
+def eagle3_latent(folder: Path, **variant: Any) -> Path:
+    """Kimi's: latent attention in the draft layer; `fc_norm` and `norm_output` in EAGLE-3.1's."""
+    made = eagle3_drafter(deep_llama(), **LATENT, num_key_value_heads=4, head_dim=4, rotary_interleaved=True, **variant)
+    yarn = {
+        "type": "yarn",
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 128,
+    }
+    config, tensors = eagle3(
+        made, architectures=["Eagle3DeepseekV2ForCausalLM"], model_type="kimi_k2", head_dim=None, rope_scaling=yarn
+    )
+    config |= LATENT | {"qk_rope_head_dim": 4, "num_key_value_heads": 4, "eagle_config": variant or None}
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    return spellings.write(folder, {name: value for name, value in config.items() if value is not None}, named)
 
 
 def _dflash2_folder(folder: Path, spell: Callable[..., dict[str, Any]], target: PreTrainedModel) -> Path:
@@ -536,7 +550,7 @@ REPLICAS: dict[str, Replica] = {
     ),
     "K3": Replica(
         lambda f: with_tensors(f, ["layers.0.self_attn.kv_a_proj_with_mqa.weight"], architectures=["K3DSparkModel"]),
-        refusal="latent attention in the draft layers",
+        refusal="latent-attention (MLA) DSpark drafter",
     ),
     "Bonsai": Replica(
         lambda f: with_tensors(f, ["log_snr_embed.fc1.weight"]), refusal="noise-conditioned (Bonsai) drafter"
@@ -584,7 +598,8 @@ REPLICAS: dict[str, Replica] = {
     "EAGLE-3, ModelOpt": Replica(eagle3_gpt_oss, deep_gpt_oss),
     "EAGLE-3, ModelOpt, last state": Replica(eagle3_last_state, deep_gpt_oss),
     "EAGLE-3, pickle": Replica(eagle3_pickle, deep_llama, refusal="Only safetensors files are read"),
-    "EAGLE-3, latent attention": Replica(eagle3_mla, deep_llama, refusal="latent attention in the draft layers"),
+    "EAGLE-3, latent attention": Replica(eagle3_latent, deep_llama),
+    "EAGLE-3.1, latent attention": Replica(lambda f: eagle3_latent(f, fc_norm=True, norm_output=True), deep_llama),
     "P-EAGLE": Replica(
         lambda f: eagle3_speculators(f, speculators_model_type="peagle"), deep_llama, refusal="P-EAGLE drafter"
     ),

@@ -122,7 +122,7 @@ class DSparkAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         input_size = input_size or config.hidden_size
-        self.head_dim = config.head_dim
+        self.head_dim = self.value_size = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.attention_scaling or config.head_dim**-0.5
         query_size = config.num_attention_heads * config.head_dim
@@ -207,6 +207,7 @@ class DSparkAttention(nn.Module):
             dropout=self.config.attention_dropout if self.training else 0.0,
             is_causal=False,
         )
+        output = output[..., : self.value_size]
         if gates is not None:
             output = output * gates
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kinds.eagle3.configuration_eagle3 import Eagle3Config
+from ..kinds.eagle3.configuration_eagle3 import LATENT_SIZES, Eagle3Config
 from .fields import Fields, layer_fields
 from .files import TensorInfo
 from .speculators import decoder_fields, verifier
 
 NAME = "EAGLE-3"
 TENSOR = "layers.0.hidden_norm.weight"  # Only EAGLE-3's layer has it.
+
+LATENT = "layers.0.self_attn.kv_a_proj_with_mqa.weight"  # Only latent attention has it.
 
 # Drafts per round if the file does not say: the number of training steps in the paper.
 BLOCK_SIZE = 7
@@ -45,10 +47,11 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Eagle
     config = config | {"num_hidden_layers": config.get("draft_num_hidden_layers", config.get("num_hidden_layers"))}
     if (
         config.get("model_type") == "llama4_text"
-    ):  # `intermediate_size` is that of its experts, which a drafter has none of.
+    ):  # `intermediate_size` is that of experts, which a drafter does not have.
         config |= {"intermediate_size": config.get("intermediate_size_mlp") or config.get("intermediate_size")}
     section = config.get("eagle_config")
     section = section if isinstance(section, dict) else {}
+    latent = latent_sizes(config) if LATENT in tensors else {}
     has_query_norms = "layers.0.self_attn.q_norm.weight" in tensors
     own = layer_fields(
         config | taps(config, section, tensors),
@@ -66,9 +69,25 @@ def read_config(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Eagle
     }
     # DeepSpec, which names outputs, takes states from transformers; the others' software gives the residual stream itself.
     own["tap_before_norm"] = config.get("target_layer_ids") is None and own["use_aux_hidden_state"]
+    own |= latent
     own["taps_from_depth"] = own["use_aux_hidden_state"] and not own["target_layer_ids"]
     check_norms(fields, own)
     return Eagle3Config(**own)
+
+
+def latent_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    """
+    The fields of latent attention, whose `head_dim` is the rotated part of a head.
+
+    Raises:
+        ValueError: when one is missing.
+    """
+    names = (*LATENT_SIZES, "qk_rope_head_dim")
+    if missing := [name for name in names if config.get(name) is None]:
+        raise ValueError(f"Its attention is latent (MLA), but its configuration lacks {', '.join(missing)}.")
+    sizes: dict[str, Any] = {name: config[name] for name in LATENT_SIZES}
+    rotation = {"head_dim": config["qk_rope_head_dim"], "rotary_interleaved": bool(config.get("rope_interleave", True))}
+    return sizes | rotation | {"num_key_value_heads": config["num_attention_heads"]}
 
 
 def taps(config: dict[str, Any], section: dict[str, Any], tensors: dict[str, TensorInfo]) -> dict[str, Any]:

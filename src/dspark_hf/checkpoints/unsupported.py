@@ -60,6 +60,11 @@ def is_embedded(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
     return declared and any(info.name.startswith("mtp.") for info in tensors.values())
 
 
+def has_latent_block_layers(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
+    """Latent attention, and not in the layer of an EAGLE-3 drafter, which norms its state."""
+    return any("kv_a_proj_with_mqa." in name for name in tensors) and "layers.0.hidden_norm.weight" not in tensors
+
+
 def is_speculators_kind(kind: str) -> Test:
     return lambda config, tensors: config.get("speculators_model_type") == kind
 
@@ -80,9 +85,9 @@ UNSUPPORTED = (
         "It would need xpress's refiner head.",
     ),
     Unsupported(
-        "latent-attention (MLA)",
-        either(named("K3DSparkModel"), with_tensor("kv_a_proj_with_mqa.")),
-        "It would need multi-head latent attention in the draft layers.",
+        "latent-attention (MLA) DSpark",
+        either(named("K3DSparkModel"), has_latent_block_layers),
+        "It would need multi-head latent attention in the layers of a block drafter; EAGLE-3 drafters have it.",
     ),
     Unsupported(
         "noise-conditioned (Bonsai)",

@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 
 from ...configuration_drafter import DecoderDrafterConfig
 
+# The sizes of latent attention: all of them, or none.
+LATENT_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim")
+
 
 class Eagle3Config(DecoderDrafterConfig):
     r"""
@@ -23,6 +26,8 @@ class Eagle3Config(DecoderDrafterConfig):
             Tapped layers are fused into a state. `False`: the state is the target's last one, after its final norm.
         norm_before_residual (`bool`):
             The residual stream of the layer starts from the normed state instead of the state itself.
+        kv_lora_rank, q_lora_rank, qk_nope_head_dim, v_head_dim (`int`, *optional*):
+            Sizes of latent attention (Kimi's drafters). A head then has `qk_nope_head_dim` channels and `head_dim` rotated ones.
         norm_before_fc (`bool`): A norm over all taps together before they are fused.
         norm_output (`bool`): The state handed to the next step is the normed one that the logits come from.
 
@@ -35,6 +40,7 @@ class Eagle3Config(DecoderDrafterConfig):
 
     model_type = "dspark_eagle3"
 
+    largest: ClassVar[dict[str, int]] = DecoderDrafterConfig.largest | dict.fromkeys(LATENT_SIZES, 2**20)
     presets: ClassVar[dict[str, dict[str, Any]]] = {"eagle3": {}}
     # A draft starts from the state of the token before its anchor.
     first_anchor: ClassVar[int] = 1
@@ -44,6 +50,10 @@ class Eagle3Config(DecoderDrafterConfig):
     norm_output: bool = False
     taps_from_depth: bool = False
     use_aux_hidden_state: bool = True
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    v_head_dim: int | None = None
 
     @property
     def num_taps(self) -> int:
@@ -78,6 +88,10 @@ class Eagle3Config(DecoderDrafterConfig):
         return "not in the file: what enters layers 2, N // 2 and N - 3 of a target with N layers"
 
     @property
+    def layer_family(self) -> str | None:
+        return "latent attention" if self.kv_lora_rank else super().layer_family
+
+    @property
     def method(self) -> str:
         return "EAGLE-3"
 
@@ -86,6 +100,14 @@ class Eagle3Config(DecoderDrafterConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
+        given = [name for name in LATENT_SIZES if getattr(self, name) is not None]
+        if given and len(given) < len(LATENT_SIZES):
+            yield f"latent attention needs {', '.join(name for name in LATENT_SIZES if name not in given)} as well."
+        if given and self.qk_norm:
+            yield "latent attention has no norms of queries and keys: set qk_norm=False."
+        channels = self.head_dim + (self.qk_nope_head_dim or 0)
+        if self.v_head_dim is not None and self.v_head_dim > channels:
+            yield f"v_head_dim={self.v_head_dim} is more than the {channels} channels of a key."
         fuses = [n for n, value in self.named(("taps_from_depth", "norm_before_fc", "fc_norm")).items() if value]
         if not self.use_aux_hidden_state and fuses:
             yield f"use_aux_hidden_state=False takes no taps, which {' and '.join(fuses)}=True speak of."

@@ -32,6 +32,7 @@ from ...masks import as_attention_argument, chain_drafting_mask, chain_training_
 from ...modeling_drafter import DrafterOutput
 from ...transformers_names import attention_name
 from .configuration_eagle3 import Eagle3Config
+from .latent_attention import LatentAttention
 
 
 class Eagle3DecoderLayer(GradientCheckpointingLayer):
@@ -40,7 +41,8 @@ class Eagle3DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: Eagle3Config):
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
-        self.self_attn = DSparkAttention(config, 0, input_size=2 * config.hidden_size)
+        attention = LatentAttention if config.kv_lora_rank else DSparkAttention
+        self.self_attn = attention(config, 0, input_size=2 * config.hidden_size)
         self.mlp = DSparkMLP(config)
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
