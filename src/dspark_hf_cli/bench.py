@@ -153,10 +153,14 @@ def _compared(
         prompt_lookup_method,
         schedule_method,
     )
+    from dspark_hf.transformers_names import is_stateful
 
     from .loading import labels_of, load_language_model, say
 
     methods = [plain_method()]
+    if is_stateful(model) and (prompt_lookup or (dflash and any(map(is_dflash, drafters)))):
+        say(f"transformers cannot roll {type(model).__name__} back, so its own prompt lookup and DFlash are left out.")
+        prompt_lookup = dflash = False
     if prompt_lookup:
         methods.append(prompt_lookup_method())
     if assistant is not None:
