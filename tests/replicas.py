@@ -18,6 +18,7 @@ import torch
 from generation import hybrids
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 import tiny
 from dspark_hf import DFlash2Config, DFlash2Drafter
@@ -176,6 +177,7 @@ def laguna_speculators(drafter: Any) -> tuple[dict[str, Any], dict[str, torch.Te
     section, taps = flat.pop("dflash_config"), flat.pop("eagle_aux_hidden_state_layer_ids")
     own = ("architectures", "torch_dtype", "draft_vocab_size", "gating")
     layers = {name: value for name, value in flat.items() if name not in own} | {"model_type": "qwen3"}
+    layers["rope_parameters"] = layers["rope_parameters"]["sliding_attention"]
     config = {name: flat[name] for name in own} | {
         "speculators_model_type": "dflash",
         "speculators_config": {"verifier": {"name_or_path": "poolside/Laguna-XS.2"}},
@@ -355,7 +357,7 @@ def nemotron_dflash(folder: Path) -> Path:
 @functools.cache
 def glm5_next() -> PreTrainedModel:
     """A tiny GLM-5.3-Flash where transformers has it, with its streams; otherwise a stand-in."""
-    if "glm5_next" not in CONFIG_MAPPING:
+    if "indexed_attention" not in ALLOWED_LAYER_TYPES:
         return tiny.qwen3()
     experts = {"moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2}
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 8, "qk_nope_head_dim": 8}
