@@ -6,6 +6,7 @@ import torch
 
 import tiny
 from dspark_hf import DeepseekV4Drafter, DeepseekV4DrafterConfig, Drafter
+from dspark_hf.evaluation.replay import replay
 from dspark_hf.tapping import Tap
 from dspark_hf.training import add_lora, warm_start
 
@@ -55,7 +56,24 @@ def test_the_loss_falls_and_every_weight_learns(make_trainer, rows):
     assert type(Drafter.from_pretrained(trainer.args.output_dir)) is DeepseekV4Drafter
 
 
-def test_a_warm_start_with_more_rank_and_fewer_drafts():
+def test_checkpointed_activations_change_nothing(make_trainer, rows):
+    target, losses = v4.target(), []
+    for checkpointing in (False, True):
+        options = {"max_steps": 2, "gradient_checkpointing": checkpointing, "folder": f"run-{checkpointing}"}
+        trainer = make_trainer(drafter_for(target), target, rows=rows(4), **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][0] != losses[0][1]
+
+
+def test_replay_follows_an_answer_of_the_target():
+    target = v4.target()
+    ids = target.generate(**tiny.prompt(6), max_new_tokens=16, do_sample=False)[0].tolist()
+    followed = replay(drafter_for(target).eval(), target, {"input_ids": ids, "loss_mask": [0] * 6 + [1] * 16})
+    assert followed.tokens == 15 and 1 <= followed.rounds <= 15
+
+
+def test_a_warm_start_with_fewer_drafts():
     target = v4.target()
     drafter = drafter_for(target)
     changed = warm_start(drafter, block_size=3)
