@@ -7,7 +7,7 @@ from generation import test_losslessness as lossless
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import tiny
-from dspark_hf.generation import call, rollback, rollback_trial
+from dspark_hf.generation import call, rollback, rollback_trial, shared_states
 from dspark_hf.scheduling import RowsBackoff, ThroughputCurve, ThroughputScheduler
 from dspark_hf.transformers_names import CACHE_KEY
 
@@ -376,20 +376,41 @@ def batch(family):
     return tiny.left_padded(*(tiny.prompt(length, seed=seed) for seed, length in enumerate(lengths)))
 
 
-def compare_rows(family, kinds=rig.KINDS, **settings):
-    """Greedy rows are those of plain `generate`, and so is the cache."""
+# Families whose layers keep all keys and values, or states alone.
+SHARING = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "olmo_hybrid",
+    "kimi_linear",
+    "bailing_hybrid",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+)
+
+
+def compare_rows(family, kinds=rig.KINDS, keeps_cache=True, **settings):
+    """Greedy rows are those of plain `generate`, and so is the cache. Returns the rows, and statistics and passes by kind."""
     target, inputs = hybrids.target(family), batch(family)
     settings = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True} | settings
     plain = target.generate(**inputs, **settings)
     kept = torch.nn.functional.pad(inputs["attention_mask"], (0, plain.sequences.shape[1] - 9), value=1).bool()
     scripts = [row[keep].tolist() for row, keep in zip(plain.sequences, kept, strict=True)]
+    counted = {}
     for kind, drafter in rig.drafters_of_rows(target, scripts).items():
         if kind not in kinds:
             continue
-        drafted = target.generate(**inputs, **settings, assistant_model=drafter)
-        assert torch.equal(drafted.sequences, plain.sequences), f"with a {kind} drafter"
-        assert_same_cache(drafted[CACHE_KEY], plain[CACHE_KEY], atol=0.3 if family == "nemotron_h" else 2e-3)
-    return plain.sequences
+        with Passes(target) as passes, rig.record_speculation() as stats:
+            settings = settings | {"return_dict_in_generate": keeps_cache, "drafting_backoff": False}
+            drafted = target.generate(**inputs, **settings, assistant_model=drafter)
+        counted[kind] = stats, passes.fed
+        if keeps_cache:
+            atol = 0.3 if family == "nemotron_h" else 2e-3
+            assert_same_cache(drafted[CACHE_KEY], plain[CACHE_KEY], atol=atol)
+            drafted = drafted.sequences
+        assert torch.equal(drafted, plain.sequences), f"with a {kind} drafter"
+    return plain.sequences, counted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -400,9 +421,49 @@ def test_several_rows(family):
 @pytest.mark.parametrize("family", CACHE_FAMILIES)
 def test_several_rows_that_end_at_different_times(family):
     """A row that has ended is fed padding, as by plain `generate`, if its cache is handed out."""
-    sequences = compare_rows(family, kinds=["rejecting"])
+    sequences, _ = compare_rows(family, kinds=["rejecting"])
     ends = [int(sequences[row, 9 + new]) for row, new in enumerate((3, 7, 11))]
     compare_rows(family, eos_token_id=ends)
+    compare_rows(family, eos_token_id=ends, keeps_cache=False)
+
+
+@pytest.mark.parametrize("family", families(SHARING))
+def test_rows_share_a_pass_where_the_cache_does_not_outlive_the_call(family):
+    compare_rows(family, kinds=["accepting"], keeps_cache=False, max_new_tokens=2)  # The trials of a new target.
+    _, counted = compare_rows(family, keeps_cache=False, max_new_tokens=30)
+    for kind, (stats, fed) in counted.items():
+        rounds = max(sum(r.row == row for r in stats.rounds) for row in range(3))
+        more = len(fed) - 1 - rounds  # Without drafts, to bring rows up to date.
+        assert 0 <= more <= rounds / 3 and max(fed) <= 9 + 1 + rig.BLOCK_SIZE, kind
+
+
+def test_rows_that_do_not_draft_copy_nothing(monkeypatch):
+    copied = []
+    save = shared_states.SharedStates._save
+    monkeypatch.setattr(shared_states.SharedStates, "_save", lambda self: copied.append(save(self)))
+    compare_rows("qwen3_5", kinds=["rejecting"], keeps_cache=False)
+    assert copied
+    target, inputs = hybrids.target("qwen3_5"), batch("qwen3_5")
+    copied.clear()
+    drafter = tiny.random_drafter(target, num_hidden_layers=1)
+    target.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=drafter, num_assistant_tokens=0)
+    assert not copied
+
+
+def test_a_target_whose_rows_get_other_logits_together_is_fed_row_by_row(monkeypatch):
+    target = hybrids.build("qwen3_5")
+    assert shared_states._is_right(target)
+    monkeypatch.setattr(shared_states.SharedStates, "_save", lambda self: None)
+    assert not shared_states._is_right(target)
+    monkeypatch.undo()
+    monkeypatch.setattr(shared_states, "_is_right", lambda model: False)
+    drafter = tiny.random_drafter(target, num_hidden_layers=1)
+    inputs, settings = batch("qwen3_5"), {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(**inputs, **settings)
+    with Passes(target) as passes:
+        drafted = target.generate(**inputs, **settings, assistant_model=drafter)
+    assert torch.equal(drafted, plain)
+    assert len(passes.fed) > 3 * 7
 
 
 @pytest.mark.parametrize("family", families(["qwen3_5", "bamba"]))

@@ -25,6 +25,8 @@ from .returned import Returned, assemble, padded
 from .rollback import has_states
 from .row_processors import processors_for_row
 from .rows_target_pass import RowsTargetPass
+from .shared_rows_target_pass import SharedRowsTargetPass
+from .shared_states import can_share
 from .single_rows_target_pass import SingleRowsTargetPass
 from .stopping import StoppingRules
 from .target_pass import TargetPass
@@ -68,7 +70,7 @@ class Call:
 
     generator: DrafterCandidateGenerator
     prompt: TargetPass
-    target: TargetPass | RowsTargetPass | SingleRowsTargetPass
+    target: TargetPass | RowsTargetPass | SingleRowsTargetPass | SharedRowsTargetPass
     outputs: list[Output]
     steps: BatchSteps | None
     processors: list[LogitsProcessorList]
@@ -82,7 +84,8 @@ class Call:
     def begin_rounds(self) -> None:
         """Called once the prompts are fed and each row has its first token."""
         if len(self.outputs) > 1 and any(has_states(layer) for layer in self.prompt.cache.layers):
-            self.target = SingleRowsTargetPass(self.prompt)
+            shares = not self.prompt.keeps_cache and can_share(self.prompt.model, self.prompt.cache)
+            self.target = SharedRowsTargetPass(self.prompt) if shares else SingleRowsTargetPass(self.prompt)
         elif len(self.outputs) > 1:
             self.target = RowsTargetPass(self.prompt, self.prompt.keeps_cache)
         self.drop_finished_rows()

@@ -83,8 +83,12 @@ def is_exact(model: PreTrainedModel) -> bool:
         return False
     # Where the cache was cropped, the first two are not fed again.
     expected = torch.cat([expected[:, :2], expected[:, -again.shape[1] :]], dim=1)
-    error = (torch.cat([first[:, :2], again], dim=1) - expected).abs().mean()
-    return bool(error < _TOLERANCE.get(model.dtype, _TOLERANCE_OF_HALF) * expected.std())
+    return is_near(torch.cat([first[:, :2], again], dim=1), expected, model.dtype)
+
+
+def is_near(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits differ from those expected, of a target with this dtype, by no more than rounding."""
+    return bool((logits - expected).abs().mean() < _TOLERANCE.get(dtype, _TOLERANCE_OF_HALF) * expected.std())
 
 
 def _tensors_on_modules(model: PreTrainedModel) -> list[torch.Tensor]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from .row_caches import cache_of_row, join_rows
 from .target_model import TargetOutput
 from .target_pass import TargetPass
+
+logger = logging.get_logger(__name__)
 
 
 class SingleRowsTargetPass:
@@ -22,6 +25,15 @@ class SingleRowsTargetPass:
     """
 
     def __init__(self, prompt: TargetPass):
+        reason = (
+            "the cache is to be returned"
+            if prompt.keeps_cache
+            else f"rows of different lengths cannot share the states of {type(prompt.model).__name__}"
+        )
+        logger.warning_once(
+            f"Each row takes passes of its own, because {reason}. The output is the same, but for several rows plain generate "
+            "may be faster."
+        )
         self._prompt = prompt
         self._all = [self._row(row) for row in range(prompt.num_rows)]
         self._num_new = [1] * prompt.num_rows  # Tokens after each prompt, as far as its cache knows.

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..storage.atomic import write_text
-from ..transformers_names import CACHE_KEY, attention_name
+from ..transformers_names import CACHE_KEY, attention_name, is_stateful
 
 DEFAULT_TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -316,7 +316,8 @@ class _PassTimer:
         with torch.no_grad():
             output = target(input_ids=self._tokens(max(context_length, 1)), **self._kwargs)
         self._cache = output[CACHE_KEY]
-        self._is_croppable = bool(getattr(self._cache, "is_croppable", False))
+        # A cache may claim to be croppable and keep more than it crops, such as that of DeepSeek-V4.
+        self._is_croppable = not is_stateful(target) and bool(getattr(self._cache, "is_croppable", False))
         if self._is_croppable:
             self._cache.activate_past_recording()
 
