@@ -5,6 +5,7 @@ import torch
 from generation import hybrids, rig
 from generation import test_losslessness as lossless
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import StaticLayer
 
 import tiny
 from dspark_hf.generation import call, rollback, rollback_trial, shared_states
@@ -304,6 +305,21 @@ def test_a_prompt_in_chunks(family):
     outcome = rig.compare(hybrids.target(family), **settings)
     for drafted in outcome.drafted.values():
         assert_same_cache(drafted[CACHE_KEY], outcome.plain[CACHE_KEY])
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in ("qwen3_5", "falcon_h1", "lfm2", "bamba", "kimi_linear") if hybrids.exists(f)]
+)
+def test_a_static_cache(family):
+    """Convolutions do not record there: transformers would no longer mask what a static layer has not filled."""
+    if not StaticLayer.is_croppable:
+        pytest.skip("static caches cannot be cropped in this transformers")
+    rig.compare(hybrids.target(family), cache_implementation="static", max_new_tokens=30)
+
+
+@pytest.mark.parametrize("family", families(["inkling"]))
+def test_a_static_window_is_refused(family):
+    assert "a static window" in rig.refusing(hybrids.target(family), cache_implementation="static")
 
 
 @pytest.mark.parametrize("family", CACHE_FAMILIES)

@@ -18,6 +18,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     QuantizedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 from .requirements import refuse
@@ -50,7 +52,9 @@ class Rollback:
         """
         self.cache = cache
         check_layers(cache)
-        self._layers = [rollback_of(layer) for layer in cache.layers]
+        # While a layer records, transformers does not mask what a static layer has not filled yet.
+        may_record = not any(isinstance(layer, StaticLayer) for layer in cache.layers)
+        self._layers = [rollback_of(layer, may_record) for layer in cache.layers]
         self._is_saved = False
         for layer in self._layers:
             layer.begin()
@@ -154,7 +158,8 @@ class RecurrentLayer(LayerRollback):
 
     def __init__(self, layer: Any):
         super().__init__(layer)
-        self.needs_copy = _has_recurrent_state(layer)
+        held = (*layer.conv_states.values(), *layer.recurrent_states.values())
+        self.needs_copy = any(state is not None for state in held)
         self._states = [
             layer.conv_states,
             layer.recurrent_states,
@@ -213,13 +218,13 @@ class ReplacedLayer(LayerRollback):
         self._copy = {}
 
 
-def rollback_of(layer: Any) -> LayerRollback:
-    """How a layer that holds a prompt takes tokens back."""
+def rollback_of(layer: Any, may_record: bool) -> LayerRollback:
+    """How a layer that holds a prompt takes tokens back; `may_record` says whether convolutions may record their past."""
     if is_own_layer(layer):
         return ReplacedLayer(layer)
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         is_convolution = any(layer.is_conv_states_initialized.values()) and not _has_recurrent_state(layer)
-        return CroppedLayer(layer) if is_convolution else RecurrentLayer(layer)
+        return CroppedLayer(layer) if is_convolution and may_record else RecurrentLayer(layer)
     return CroppedLayer(layer)
 
 
@@ -244,7 +249,8 @@ def check_layers(cache: Cache) -> None:
         refuse(f"its {type(cache).__name__} cannot be rolled back: it keeps more than its layers")
     for layer in cache.layers:
         # Quantized layers inherit a claim to be croppable in older versions of transformers.
-        if isinstance(layer, QuantizedLayer) or not (layer.is_croppable or has_states(layer)):
+        is_static_window = isinstance(layer, StaticSlidingWindowLayer) and has_states(layer)
+        if isinstance(layer, QuantizedLayer) or is_static_window or not (layer.is_croppable or has_states(layer)):
             refuse(
                 f"the layers of its {type(cache).__name__} cannot be rolled back ({type(layer).__name__}: quantized keys and "
                 "values, or a static window)"
