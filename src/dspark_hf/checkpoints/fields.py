@@ -242,13 +242,13 @@ def target_layer_ids(fields: Fields) -> list[int]:
 
 def attention_gate(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str | None:
     """The gate on the attention's output, which files do not declare reliably: as their tensors have it."""
-    heads = config["num_attention_heads"]
-    size = heads * (config.get("head_dim") or config["hidden_size"] // heads)
-    query, gate = (tensors.get(f"layers.0.self_attn.{name}_proj.weight") for name in ("q", "g"))
+    query, gate, output = (tensors.get(f"layers.0.self_attn.{name}_proj.weight") for name in ("q", "g", "o"))
     if gate is not None and gate.shape:
-        return "head" if gate.shape[0] == heads else "element"
-    # Shapes are not known yet where only an index was read.
-    return "query" if query is not None and query.shape and query.shape[0] == 2 * size else None
+        return "head" if gate.shape[0] == config["num_attention_heads"] else "element"
+    # Shapes are not known yet where only an index was read. Gemma 4's heads are not as wide as `head_dim` says.
+    if query is None or output is None or not query.shape or not output.shape:
+        return None
+    return "query" if query.shape[0] == 2 * output.shape[-1] else None
 
 
 def slot_layout(fields: Fields, default: bool) -> bool:
