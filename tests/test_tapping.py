@@ -37,9 +37,8 @@ def test_streams_are_averaged_and_the_last_layer_is_read_before_they_are_joined(
     assert len(target.model.layers[-1]._forward_hooks) == hooked
 
 
-def test_streams_in_front_of_the_rows():
-    """Gemma 3n."""
-    target = tiny.build_target(
+def gemma3n():
+    return tiny.build_target(
         tiny.target_config(
             "Gemma3nText",
             vocab_size_per_layer_input=tiny.VOCAB_SIZE,
@@ -50,6 +49,10 @@ def test_streams_in_front_of_the_rows():
             activation_sparsity_pattern=None,
         )
     )
+
+
+def test_streams_in_front_of_the_rows():
+    target = gemma3n()
     outputs = []
     hook = target.model.layers[0].register_forward_hook(lambda m, a, output: outputs.append(output))
     features = features_of(target, [1])
@@ -87,3 +90,12 @@ def test_a_drafter_reads_the_last_layer_on_the_side_it_was_trained_on(before):
     wanted = features_of(target, [2, 5 if before else 4])[0]
     torch.testing.assert_close(read[0][: len(wanted)], wanted[: len(read[0])])
     assert ("the last before the final norm" in drafter.config.describe()["taps"]) == before
+
+
+def test_hidden_states_with_streams_are_returned_as_by_plain_generate():
+    wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
+    for target in (gemma3n(), *([hybrids.target("deepseek_v4")] if hybrids.exists("deepseek_v4") else [])):
+        outcome = rig.compare(target, **wanted)
+        for drafted in outcome.drafted.values():
+            for ours, plain in zip(drafted.hidden_states, outcome.plain.hidden_states, strict=True):
+                torch.testing.assert_close(ours, plain, atol=1e-3, rtol=1e-3)
