@@ -396,10 +396,14 @@ def qwen35_layers(folder: Path) -> Path:
 
 
 def mimo(folder: Path) -> Path:
-    """The vector of its masked slots is in a pickle beside the weights."""
+    """The vector of its masked slots is in a pickle beside the weights, whose file has another name than usual."""
     spellings.zlab(dflash_drafter(), folder)
-    torch.save(torch.zeros(32), folder / "mask_embedding.pt")
-    return changed(folder, attention_value_scale=0.5, partial_rotary_factor=0.5)
+    changed(folder, attention_value_scale=0.5, partial_rotary_factor=0.5)
+    weights = (folder / "model.safetensors").rename(folder / "dflash_draft_model.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(weights), weights.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save({"mask_token_id": 7, "embedding": torch.ones(32)}, folder / "mask_embedding.pt")
+    return folder
 
 
 def with_tensors(folder: Path, names: list[str], **fields: Any) -> Path:

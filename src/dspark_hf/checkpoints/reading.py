@@ -223,8 +223,8 @@ def open_source(
         return reader.open_tensors(path, raw, own_part(reader, tensors)), reader
     if zlab.is_mimo(raw) and "mask_embedding" not in renamed and has_file(path, zlab.MASK_PICKLE, hub):
         raise ValueError(
-            f"The masked slots of {path} start from a vector in {zlab.MASK_PICKLE}, without which it drafts nonsense. Pickle "
-            "files are not read: put the vector into the safetensors file as 'mask_embedding.weight'."
+            f"The masked slots of {path} start from a vector in {zlab.MASK_PICKLE}, without which it drafts nonsense. "
+            f"{zlab.MASK_ADVICE}"
         )
     source = repacked(path, SafetensorsSource(raw, tensors))
     return (with_whole_norms(source) if has_offset_norms(raw, renamed) else source), reader

@@ -18,6 +18,13 @@ NAME = "z-lab DFlash"
 
 # MiMo drafters store the vector of their masked slots in a pickle file.
 MASK_PICKLE = "mask_embedding.pt"
+MASK_ADVICE = (
+    "Pickle files are not read, since they can run code when they are opened. If you trust it, put the vector beside the weights "
+    'with `python -c "import glob, torch; from safetensors.torch import load_file, save_file; w = {k: v.clone() for f in '
+    "glob.glob('*.safetensors') for k, v in load_file(f).items()}; m = torch.load('mask_embedding.pt', map_location='cpu', "
+    "weights_only=True); w['mask_embedding.weight'] = (m['embedding'] if isinstance(m, dict) else m).flatten().clone(); "
+    "save_file(w, 'model.safetensors', {'format': 'pt'})\"`"
+)
 
 
 def recognise(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> bool:
