@@ -78,6 +78,20 @@ def test_greedy_output_is_that_of_plain_generate(length: int, embedded: Drafter)
         assert stats.acceptance_length >= least and sum(r.drafted for r in stats.rounds) > 24
 
 
+@pytest.fixture
+def drafted(monkeypatch) -> list[tuple[torch.Tensor, list[int]]]:
+    """The tokens before each round, and its drafts."""
+    rounds, draft = [], DrafterCandidateGenerator.draft
+
+    def spy(self, input_ids, max_drafts):
+        made = draft(self, input_ids, max_drafts)
+        rounds.append((input_ids[0].clone(), made.ids[0].tolist()))
+        return made
+
+    monkeypatch.setattr(DrafterCandidateGenerator, "draft", spy)
+    return rounds
+
+
 def drafted_from_nothing(drafter: Drafter, ids: torch.Tensor, num_drafts: int) -> list[int]:
     """The drafts after `ids`, of which the last is the anchor: without caches, from what the target's layers really gave."""
     outputs: dict[int, torch.Tensor] = {}
@@ -93,14 +107,8 @@ def drafted_from_nothing(drafter: Drafter, ids: torch.Tensor, num_drafts: int) -
     embeddings: SharedEmbeddings = drafter.bind(target())
     size, length = drafter.config.block_size, ids.shape[1] - 1
     block = torch.tensor([[ids[0, -1].item()] + [drafter.config.mask_token_id] * (size - 1)])
-    window = slice(max(length - drafter.config.sliding_window, 0), length)
-    hidden = drafter(
-        block,
-        length + torch.arange(size)[None],
-        features[:, window],
-        torch.arange(length)[None, window],
-        embeddings=embeddings,
-    ).last_hidden_state
+    positions = length + torch.arange(size)[None]
+    hidden = drafter(block, positions, features, embeddings=embeddings).last_hidden_state
     drafts, previous = [], ids[:, -1]
     for slot in range(num_drafts):
         state = hidden[:, slot]
@@ -110,44 +118,27 @@ def drafted_from_nothing(drafter: Drafter, ids: torch.Tensor, num_drafts: int) -
     return drafts
 
 
-def test_every_round_drafts_from_the_last_tokens(monkeypatch):
+def test_every_round_drafts_from_the_last_tokens(drafted):
     """Each round's drafts are those that a drafter without any memory would make at this point of the answer."""
-    rounds, draft = [], DrafterCandidateGenerator.draft
-
-    def spy(self, input_ids, max_drafts):
-        made = draft(self, input_ids, max_drafts)
-        rounds.append((input_ids[0].clone(), made.ids[0].tolist()))
-        return made
-
-    monkeypatch.setattr(DrafterCandidateGenerator, "draft", spy)
     answer = plain(9)
     drafter = drafter_that_knows(answer)
     drafter.norm.weight.fill_(0.5)  # So that the layers have a say as well.
     _, stats = speculated(drafter, **tiny.prompt(9), **GREEDY)
-    assert len({r.accepted for r in stats.rounds}) > 2 and len(rounds) > 5
-    monkeypatch.undo()
-    for ids, drafts in rounds:
+    assert len({r.accepted for r in stats.rounds}) > 2 and len(drafted) > 5
+    for ids, drafts in drafted:
         assert drafts == drafted_from_nothing(drafter, ids, len(drafts)), ids.shape
 
 
-def test_a_second_turn_continues_from_its_context(monkeypatch):
+def test_a_second_turn_continues_from_its_context(drafted):
     drafter = drafter_that_knows(plain(9))
     first, _ = speculated(drafter, **tiny.prompt(9), **GREEDY, return_dict_in_generate=True)
     prompt = torch.cat([first.sequences, tiny.prompt(3)["input_ids"]], dim=1)
-    rounds, draft = [], DrafterCandidateGenerator.draft
-
-    def spy(self, input_ids, max_drafts):
-        made = draft(self, input_ids, max_drafts)
-        rounds.append((input_ids[0].clone(), made.ids[0].tolist()))
-        return made
-
-    monkeypatch.setattr(DrafterCandidateGenerator, "draft", spy)
+    drafted.clear()
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), CACHE_KEY: first[CACHE_KEY]}
     second, _ = speculated(drafter, **inputs, **GREEDY)
-    monkeypatch.undo()
     del inputs[CACHE_KEY]
     assert torch.equal(second, target().generate(**inputs, **GREEDY))
-    for ids, drafts in rounds:
+    for ids, drafts in drafted:
         assert drafts == drafted_from_nothing(drafter, ids, len(drafts)), ids.shape
 
 

@@ -21,6 +21,7 @@ from ...draft_cache import DraftCache
 from ...embeddings import SharedEmbeddings
 from ...layers import DSparkRMSNorm, KeyValues, RotaryAngles
 from ...masks import anchor_mask
+from ...modeling_drafter import DrafterOutput
 from ...transformers_names import with_experts
 from ..dspark.modeling_dspark import DSparkDrafter
 from .configuration_deepseek_v4 import DeepseekV4DrafterConfig
@@ -321,6 +322,25 @@ class DeepseekV4Drafter(DSparkDrafter):
         return (*super().sequential_parameters(), self.norm.weight)
 
     # ------------------------------------------------------------------ the window
+
+    def forward(  # type: ignore[override]  # The other arguments go through by name.
+        self,
+        block_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        context_features: torch.Tensor | None = None,
+        context_position_ids: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> DrafterOutput:
+        """As in [`DSparkDrafter`]. Without a mask, of the context given a block sees the last tokens, those in its window."""
+        if context_features is not None and attention_mask is None:
+            length, window = context_features.shape[1], self.config.sliding_window
+            if context_position_ids is None:
+                context_position_ids = torch.arange(length, device=context_features.device)[None]
+            context_features, context_position_ids = context_features[:, -window:], context_position_ids[:, -window:]
+        return super().forward(
+            block_ids, position_ids, context_features, context_position_ids, attention_mask, **kwargs
+        )
 
     def new_cache(self, num_rows: int = 1) -> DraftCache:
         return WindowCache(len(self.layers), num_rows, self.config.sliding_window)
