@@ -67,6 +67,7 @@ def hybrid_targets():
             result["family"],
             str(result["rows"]),
             f"{result['tokens_per_row_and_pass']:.2f}",
+            f"{result['tokens_per_pass']:.1f}",
             f"{result['fed_per_token']:.2f}",
             interval(result["speedup"]),
         ]
@@ -75,12 +76,13 @@ def hybrid_targets():
     header = [
         "target",
         "rows",
-        "tokens per pass of a row",
+        "tokens per round of a row",
+        "tokens per target pass",
         "tokens fed per token",
         "times the speed of plain `generate`",
     ]
     return (
-        f"{markdown_table(header, rows, 'lrrrr')}\n"
+        f"{markdown_table(header, rows, 'lrrrrr')}\n"
         f"Small random targets, greedy, {settings['num_tokens']} new tokens, at most 4 drafts per round, wrong at a third of the "
         f"positions; {settings['threads']} thread; median and range of {settings['repeats']} interleaved runs{settings['note']}. "
         "(`benchmarks/hybrid_targets.py`)\n"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 
 # One of each kind of layer; the others are tried with these only in what is most likely to go wrong.
-QUICK = ("qwen3_5", "bamba", "falcon_h1", "deepseek_v4", "inkling")
+QUICK = ("qwen3_5", "falcon_h1", "deepseek_v4")
 
 
 def families(names):
@@ -33,9 +33,10 @@ FAMILIES = families(hybrids.FAMILIES)
 
 @pytest.mark.parametrize("family", [name for name in hybrids.FAMILIES if hybrids.exists(name)])
 def test_every_family(family):
-    outcome = rig.compare(hybrids.target(family), max_new_tokens=40)
+    kinds = rig.KINDS if family in QUICK else ["patterned"]
+    outcome = rig.compare(hybrids.target(family), max_new_tokens=40, kinds=kinds)
     assert len(set(rig.ids_of(outcome.plain))) > 20, "an output that never changes hides mistakes"
-    assert len(outcome.stats["accepting"].rounds) == 8
+    assert len(outcome.stats["patterned"].rounds) == 12
 
 
 @pytest.mark.parametrize("family", [name for name in hybrids.WRONG_FAMILIES if hybrids.exists(name)])
