@@ -266,11 +266,25 @@ def test_it_is_for_targets_of_its_family():
         DeepseekV4DrafterConfig.for_target(tiny.target_config("Qwen3"), mask_token_id=1)
 
 
-def test_the_released_sizes():
-    """Parameters of Flash's drafter, counted in its released file."""
-    config = DeepseekV4DrafterConfig(target_layer_ids=[40, 41, 42], mask_token_id=128799, num_target_layers=43)
+FLASH = {"target_layer_ids": [40, 41, 42], "num_target_layers": 43}
+PRO = {
+    "target_layer_ids": [58, 59, 60],
+    "num_target_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "n_routed_experts": 384,
+    "moe_intermediate_size": 3072,
+    "markov_rank": 512,
+}
+
+
+@pytest.mark.parametrize(("fields", "billions"), [(FLASH, 19.846), (PRO, 77.498)], ids=["Flash", "Pro"])
+def test_the_released_sizes(fields: dict, billions: float):
+    """Flash's parameters were counted in its released file; Pro's follow from its sizes."""
     with torch.device("meta"):
-        drafter = DeepseekV4Drafter(config)
-    assert sum(parameter.numel() for parameter in drafter.parameters()) / 1e9 == pytest.approx(19.85, abs=0.005)
-    assert drafter.markov_head.markov_w2.weight.shape == (129280, 256)
+        drafter = DeepseekV4Drafter(DeepseekV4DrafterConfig(**({"mask_token_id": 128799} | fields)))
+    assert sum(parameter.numel() for parameter in drafter.parameters()) / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert drafter.markov_head.markov_w2.weight.shape == (129280, drafter.config.markov_rank)
     assert drafter.confidence_head.proj.bias is None
