@@ -322,8 +322,8 @@ def draft_token_ids(table: torch.Tensor, marked: torch.Tensor | None, vocab_size
     Args:
         table: `d2t`, `[V_draft]`.
         marked: `t2d` if the file has it: True at the tokens of the draft vocabulary, `[V]`. Then it decides between the two
-        readings. Without it, the reading is taken that gives distinct ids inside the vocabulary. If both do, the
-        table holds ids: any real vocabulary contains two neighbouring ids, whose offsets would be equal.
+            readings. Without it, the reading is taken that gives distinct ids inside the vocabulary. If both do, the
+            table holds ids: any real vocabulary contains two neighbouring ids, whose offsets would be equal.
         vocab_size: Size of the full vocabulary.
 
     Raises:

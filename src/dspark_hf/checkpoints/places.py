@@ -56,7 +56,7 @@ def reading(name: Any, revision: str | None = None) -> Iterator[None]:
 
     Raises:
         OSError: when the model does not exist, the Hub refuses access or cannot be reached, or a file of weights is damaged.
-        Other errors are not changed.
+            Other errors are not changed.
     """
     check_place(name)
     try:

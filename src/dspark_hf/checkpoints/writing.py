@@ -107,7 +107,7 @@ def export(drafter: DrafterModel, dst: Any, format: str) -> Export:
 
     Args:
         drafter ([`Drafter`]): The drafter. Files in the deepspec format, and those with a reduced draft vocabulary, contain
-        the target's embedding or LM head, so call `drafter.bind(target)` first.
+            the target's embedding or LM head, so call `drafter.bind(target)` first.
         dst: A folder that does not exist or is empty.
         format (`str`):
             `"deepspec"` for DeepSpec, `"vllm-sglang"` for one file that both engines load, `"speculators"` for vLLM and the

@@ -28,7 +28,7 @@ class Chat:
 
     Args:
         tokenizer: The target's tokenizer. Without a chat template, prompts are plain text that the target continues, turns are
-        separated by a blank line, and there is a warning.
+            separated by a blank line, and there is a warning.
         system: A system message.
         template_kwargs: Arguments of the chat template; `enable_thinking=False` by default.
     """

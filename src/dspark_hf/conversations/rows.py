@@ -51,15 +51,15 @@ def encode_rows(
 
     Args:
         rows: Conversations, as in the module's description. `response_ids`, if given, are the tokens of the last response
-        as they were drawn (including the end-of-turn token), and are used instead of its text. `"finished": False` says
-        that a length limit cut the last response, so no end of turn follows it. The messages of earlier turns may have
-        both fields too.
+            as they were drawn (including the end-of-turn token), and are used instead of its text. `"finished": False` says
+            that a length limit cut the last response, so no end of turn follows it. The messages of earlier turns may have
+            both fields too.
         tokenizer: The target's tokenizer. Without a chat template, the response follows the prompt as plain text, with a
-        warning.
+            warning.
         max_length: Rows are cut to this length, and tokens after the last learned one are dropped, so that no incomplete
-        template is left at the end.
+            template is left at the end.
         eos_token_ids: Tokens that end a turn; the tokenizer's by default. Nothing after such a token is learned, because
-        the target stops there.
+            the target stops there.
         template_options: Arguments of the chat template, such as `enable_thinking=False`; use those of generation.
 
     Returns:

@@ -34,7 +34,7 @@ def draft_settings(
 
     Raises:
         ValueError: for more drafts than a block gives, a threshold outside 0 to 1, both a threshold and a scheduler, or a
-        scheduler name that is unknown or whose throughput curve is missing.
+            scheduler name that is unknown or whose throughput curve is missing.
     """
     config, settings = drafter.config, drafter.generation_config
     if num_drafts is None:

@@ -21,7 +21,7 @@ class Output:
         rules: The stopping criteria.
         returned: Collects the scores, states, ... that the user asked for.
         is_alone: Whether it is the only row of the call. Then the criteria are asked here after every token; for a batch,
-        [`~dspark_hf.generation.batch_steps.BatchSteps`] asks them.
+            [`~dspark_hf.generation.batch_steps.BatchSteps`] asks them.
         streamer: Gets every token.
 
     Attributes:

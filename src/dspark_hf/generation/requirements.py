@@ -35,7 +35,7 @@ def unwrap_drafter(model: Any) -> Drafter | None:
 
     Raises:
         ValueError: for the result of `torch.compile(drafter)`, because `generate` calls other methods than `forward`, which
-        would not be compiled; and for things that are not models: a path or name, a class, a configuration.
+            would not be compiled; and for things that are not models: a path or name, a class, a configuration.
     """
     if isinstance(model, str | PathLike):
         raise ValueError(

@@ -26,7 +26,7 @@ class TargetOutput(NamedTuple):
         context_features: Tapped hidden states of the `T` input tokens, concatenated, `[B, T, m * D_target]`.
         raw: The output of the model, for the states that the user asked for.
         is_whole: Whether all of `raw` belongs to one generated token, as in the pass over a prompt, instead of one token per
-        position.
+            position.
         attended: False at padding, `[B, T]`; `None` when there is none.
     """
 

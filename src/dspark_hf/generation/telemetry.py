@@ -83,7 +83,7 @@ class StageClock:
 
     Args:
         synchronize: Waits until the device has finished; called before each reading of the clock. Without it, the times of an
-        accelerator are those of launching work, not of finishing it.
+            accelerator are those of launching work, not of finishing it.
 
     Attributes:
         seconds (`dict[tuple[str, str], float]`): Seconds by the outermost stage and the stage itself.
@@ -207,7 +207,7 @@ def record_speculation(clock: StageClock | None = None) -> Iterator[SpeculationS
 
     Args:
         clock (*optional*): Times the stages. A clock that synchronizes makes the times of all stages exact, and decoding
-        slower.
+            slower.
     """
     stats = SpeculationStats(clock=clock if clock is not None else StageClock())
     token = _recorder.set(stats)

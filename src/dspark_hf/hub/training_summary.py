@@ -31,7 +31,7 @@ class TrainingSummary:
         datasets: Names of its data sets on the Hub, for the card's metadata.
         settings: Settings by name: learning rate, epochs, weights of the losses, ...
         results: Final figures by name, numbers or text: `loss`, `acceptance_length`, `hours`, ...; the card describes those of
-        the trainer in words.
+            the trainer in words.
         environment: Versions, device, ... by name.
         figures: Names of image files in the folder of the weights.
     """

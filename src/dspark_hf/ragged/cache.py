@@ -79,7 +79,7 @@ class RaggedLayer(CacheLayerMixin):
 
         Args:
             prompt: Its keys and values `[B, H_kv, L, d]`: the last `L` of `num_columns` columns. Sliding-window layers keep no
-            others, and no later token attends to those.
+                others, and no later token attends to those.
             sources: For each row and each column to fill, the column of the ordinary cache, `[B, C]`.
             num_columns: Tokens that the ordinary cache has seen per row.
         """
@@ -119,9 +119,9 @@ class RaggedCache(Cache):
     Attributes:
         lengths (`list[int]`): Columns in use of each row. After a pass, the caller raises it by the tokens to keep.
         position_offsets (`torch.Tensor`): A token's position minus its column, `[B]`, or `[axes, B]` for positions that
-        have several axes.
+            have several axes.
         key_mask (`torch.Tensor`, *optional*): False at columns that no token attends to, `[B, C]`. Columns from `C` on
-        are not masked.
+            are not masked.
         pads (`bool`): Whether the input of a pass is padded rows instead of packed tokens.
     """
 
@@ -225,7 +225,7 @@ def fill(cache: Cache, rows: dict[int, dict[int, KeyValues]], num_columns: int) 
     Args:
         cache: The cache of the pass over the prompts. Its contents are replaced.
         rows: By index in the batch, the result of [`RaggedCache.extract`] when the row ended. Padding columns, before a
-        row and after one that ended early, become zeros, where plain `generate` has the states of padding tokens.
+            row and after one that ended early, become zeros, where plain `generate` has the states of padding tokens.
         num_columns: Columns of the cache afterwards; longer rows are cut.
     """
     cache.reset()

@@ -22,7 +22,7 @@ class Group:
         places: For each token the index of its row within the group, `[n]`.
         slots: For each token its index among the row's tokens of this pass, `[n]`.
         query_columns: The column of each query, `[R, Q]`. Unused queries repeat the row's last token, or column 0 if the
-        row has no tokens in this pass.
+            row has no tokens in this pass.
         span: `S`: columns of the longest row that has tokens in this pass, including these.
         is_even: Whether every row has `Q` tokens, so that there are no unused queries.
         is_new: Whether no row that has tokens in this pass had any before.

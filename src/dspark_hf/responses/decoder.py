@@ -57,7 +57,7 @@ class SlotDecoder:
         eos_token_ids: tokens that end a response.
         slots: rows of a decoding pass.
         refill_fraction: a prefill waits until this share of the rows is free, because several prompts in one pass cost much
-        less per token than single ones.
+            less per token than single ones.
         prefill_tokens: most tokens in one prefill pass, including padding to the longest prompt.
         on_tokens: called after each decoding pass with its number of new tokens.
     """

@@ -53,7 +53,7 @@ class ServerRegenerator(ResponseWriter):
         url: the server's address, with or without `/v1`.
         model: the name the server knows the target by.
         settings: settings of generation. Sampling fields that are None are not sent, so the server's defaults apply;
-        `slots` is the number of simultaneous requests. Servers return text, so there are no token ids.
+            `slots` is the number of simultaneous requests. Servers return text, so there are no token ids.
         api_key: sent as a bearer token, if given.
         timeout_s: the longest time for one response.
 

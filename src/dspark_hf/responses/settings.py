@@ -27,7 +27,7 @@ class RegenerationSettings:
         seed: together with a prompt's id, it determines the random numbers for that prompt.
         slots: rows of a decoding pass.
         save_token_ids: write `response_ids`, the tokens as drawn (including the end-of-sequence token), which training then
-        uses. Tokenizing the text of a response may give other tokens, and special tokens inside it would be missing.
+            uses. Tokenizing the text of a response may give other tokens, and special tokens inside it would be missing.
     """
 
     max_new_tokens: int | None = None

@@ -41,7 +41,8 @@ class ResponseWriter(ABC):
 
         Raises:
             ValueError: there is no prompt to answer, or none could be answered; a prompt has none of the known fields; or
-            `output` has rows for other prompts or settings, is a different kind of file, or is being written by another process.
+                `output` has rows for other prompts or settings, is a different kind of file, or is being written by another
+                process.
         """
         chosen = chosen_prompts(prompts, start, max_prompts)
         check_output(output, chosen, self.origin())

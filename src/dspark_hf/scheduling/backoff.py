@@ -34,7 +34,7 @@ class DraftingBackoff:
         patience: Initial credit of the account, in plain passes.
         savings: Largest credit of the account.
         first_pause, longest_pause: Rounds without drafting. Once the account is back at its initial credit, the next pause
-        is `first_pause` again.
+            is `first_pause` again.
 
     Raises:
         ValueError: for settings out of range; the message gives the ranges.
@@ -79,7 +79,7 @@ class DraftingBackoff:
             num_accepted: Accepted drafts; for a batch that drafts together, the mean of its rows.
             num_drafted: Drafts made; 0 for a round without drafting.
             cost: Time of the round beyond that of a plain one, in plain passes; `break_even` by default. Measured times are
-            possible, but then two runs with the same seed may draft in different rounds.
+                possible, but then two runs with the same seed may draft in different rounds.
         """
         if num_drafted == 0:
             self._rounds_to_skip = max(0, self._rounds_to_skip - 1)

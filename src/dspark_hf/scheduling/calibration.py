@@ -32,7 +32,7 @@ class ConfidenceRounds(NamedTuple):
         confidence_logits: Before any temperature, float32 `[N, G]`. Slots from `counts` on are not used.
         accepted_prefix: Whether the draft of the slot and all before it were accepted, bool `[N, G]`.
         counts: How many leading slots of each round have a known outcome: drafts sent to the target, up to the end of
-        the output, `[N]`.
+            the output, `[N]`.
     """
 
     confidence_logits: torch.Tensor
@@ -118,7 +118,7 @@ def fit_temperatures(
         rounds: Held-out rounds.
         grid: Temperatures to try.
         min_rounds: A slot with outcomes in fewer rounds than this keeps `T = 1`, and its note says so. The same holds for a
-        slot whose drafts were accepted, or rejected, fewer than ten times (or `min_rounds` times, if that is less).
+            slot whose drafts were accepted, or rejected, fewer than ten times (or `min_rounds` times, if that is less).
         num_bins: Bins of the ECE.
 
     Raises:

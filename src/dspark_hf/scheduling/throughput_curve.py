@@ -54,7 +54,7 @@ class ThroughputCurve:
         pass_s: Seconds as measured, `[N]`.
         measured_on: The model, dtype, device, ... of the measurement.
         drafting: Seconds that drafting adds to a round, by the number of rows with drafts. Without it, drafting counts as
-        free.
+            free.
         rows: By number of rows, the additional seconds of a pass whose tokens are spread over these rows instead of being in
         one: each row attends to a different context.
 
@@ -95,7 +95,7 @@ class ThroughputCurve:
         Args:
             drafting: Time of drafting, as in [`~ThroughputCurve.with_assumed_drafting`].
             is_accelerated: Whether the device is an accelerator, where most of a pass is spent on reading weights and more
-            tokens are nearly free. On a CPU they are not.
+                tokens are nearly free. On a CPU they are not.
         """
         curve = cls([1, 2], [1.0, 1.005 if is_accelerated else 1.07], {"assumed": True})
         return curve.with_assumed_drafting(drafting)
@@ -149,7 +149,7 @@ class ThroughputCurve:
         Args:
             max_tokens: The highest index needed.
             num_rows: Rows with drafts. The time of a round includes drafting for them, which is spent however many drafts are
-            verified, so verifying one more is relatively cheaper. With 0 the result is `SPS(B)`.
+                verified, so verifying one more is relatively cheaper. With 0 the result is `SPS(B)`.
         """
         table = self._tables.get(num_rows)
         if table is None or len(table) <= max_tokens:

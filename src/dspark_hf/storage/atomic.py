@@ -88,7 +88,7 @@ def whole_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         WriteError: when they cannot be written. What was there before is unchanged, and a folder that did not exist is not
-        left behind.
+            left behind.
     """
     folder = Path(folder)
     missing = [place for place in (folder, *folder.parents) if not place.exists()]

@@ -32,7 +32,7 @@ class ResumableLines:
 
     Raises:
         ValueError: when the file was not written by this library, contains lines with another origin, is damaged before its
-        last line, or is being written by another process.
+            last line, or is being written by another process.
     """
 
     def __init__(self, path: str | Path, origin: dict[str, Any], kinds: Collection[str] = ("id",)) -> None:

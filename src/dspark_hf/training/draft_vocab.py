@@ -20,7 +20,7 @@ def select_draft_vocabulary(
         rows: Rows with `input_ids` and `loss_mask`; only tokens in the loss mask count.
         vocab_size: Size of the full vocabulary.
         draft_vocab_size: How many tokens to select. If the rows contain fewer, the lowest other ids are added, because
-        byte-pair vocabularies are roughly ordered by frequency.
+            byte-pair vocabularies are roughly ordered by frequency.
         required_ids: Always selected. Pass the ids that end a turn.
 
     Returns:

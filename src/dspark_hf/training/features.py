@@ -117,8 +117,8 @@ class CachePlan:
         config: The drafter's configuration.
         dtype: Dtype of the features on disk: bfloat16, float16 or float32.
         positions: `"all"`; `"response"` leaves out the last hidden states of prompts, which no draft is compared with;
-        `"anchors"` chooses the anchors once, so that every epoch has the same blocks, and keeps last hidden states at
-        their drafts and context features up to the last anchor.
+            `"anchors"` chooses the anchors once, so that every epoch has the same blocks, and keeps last hidden states at
+            their drafts and context features up to the last anchor.
         num_anchors: Anchors per row, for `"anchors"`.
         seed: Seed of the anchors, for `"anchors"`.
 
@@ -227,7 +227,7 @@ def cache_features(
     Args:
         target: The target, in the dtype and on the device to use.
         config: The drafter's configuration. With a `draft_vocab_size`, the log of the target's softmax denominator and its
-        most likely token are kept too, so that training only computes logits of the draft vocabulary.
+            most likely token are kept too, so that training only computes logits of the draft vocabulary.
         rows: Rows `{"input_ids": [T], "loss_mask": [T]}`.
         folder: The cache. Rows that it contains already are not computed again. Rows can be added at the end.
         batch_size: Rows per target pass.
@@ -238,7 +238,7 @@ def cache_features(
 
     Raises:
         ValueError: when the folder has features of other layers, rows or weights, or is being written by another process;
-        when there is not enough space on the disk; or when the target's hidden states are too large for float16.
+            when there is not enough space on the disk; or when the target's hidden states are too large for float16.
     """
     plan = CachePlan(config, dtype, positions, num_anchors, seed)
     folder = Path(folder)

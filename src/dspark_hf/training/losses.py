@@ -46,7 +46,7 @@ class DraftTargets(NamedTuple):
         weights (`[N]`): Position weight; 0 where a draft does not count.
         log_normalizers (`[N]`, *optional*): Log of the target's softmax denominator over the FULL vocabulary.
         greedy_ids (`[N]`, *optional*): The target's most likely token. Together with `log_normalizers`, it makes the logits
-        of tokens outside a reduced draft vocabulary unnecessary.
+            of tokens outside a reduced draft vocabulary unnecessary.
     """
 
     labels: torch.Tensor
@@ -142,7 +142,7 @@ def eager_losses(
         draft_logits: Base logits plus transition bias, `[N, V_draft]`.
         distribution: The target's distribution.
         label_index, greedy_index: Index in the draft vocabulary of the true token and of the target's most likely token,
-        `[N]`; -1 outside it. For a true token outside, the cross-entropy is 0, because the drafter cannot predict it.
+            `[N]`; -1 outside it. For a true token outside, the cross-entropy is 0, because the drafter cannot predict it.
     """
     log_probs = draft_logits.float().log_softmax(dim=-1)  # [N, V_draft]
     cross_entropy = -log_probs.gather(-1, label_index.clamp_min(0)[..., None]).squeeze(-1)

@@ -22,7 +22,7 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices: Two-dimensional parameters that Muon trains.
         others: Parameters that AdamW trains.
         lr, weight_decay: For both. Muon's updates are scaled to the size of AdamW's (Liu et al., 2025), so the same learning
-        rate works for both.
+            rate works for both.
         betas, eps: For AdamW.
 
     Raises:

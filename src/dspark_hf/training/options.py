@@ -26,13 +26,13 @@ class TrainOptions:
     Args:
         target: The target, a folder or a model on the Hub. It is not trained.
         data: Training data: JSONL files of the target's responses, data sets on the Hub with a `messages` column, or folders
-        of cached features.
+            of cached features.
         eval_data: Conversations for evaluation; a part of `data` by default.
         held_out: Share of the conversations in `data` that is used for evaluation instead, chosen by the prompt's tokens.
         split: Split of data sets on the Hub.
         thinking: The chat template's `enable_thinking` switch with which the responses were made.
         drafter: Start from this drafter instead of a new one. If its configuration is changed, weights of the same name and
-        shape are kept.
+            shape are kept.
         kind: Kind of a new drafter, one of [`~dspark_hf.registry.presets`] such as `"dspark"`.
         mask_token: Token at masked slots, by its text.
         target_dtype: Dtype of the target, `"auto"` for that of its files.
@@ -93,7 +93,7 @@ def train_command(settings: dict[str, Any]) -> TrainCommand:
 
     Args:
         settings: Fields of [`TrainOptions`], of the drafter's configuration and of [`DSparkTrainingArguments`]. Others have
-        their defaults.
+            their defaults.
 
     Raises:
         ValueError: for a name that is none of these, or a value of the wrong type.

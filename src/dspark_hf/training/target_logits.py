@@ -47,7 +47,7 @@ def logit_rule(target: PreTrainedModel) -> LogitRule:
 
     Raises:
         ValueError: when a factor and the configured soft cap do not explain the logits. The drafter would then learn a
-        distribution that is not the target's.
+            distribution that is not the target's.
     """
     text = target.config.get_text_config(decoder=True)
     softcap = logit_softcap(text)

@@ -57,7 +57,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
 
     Args:
         model (`Drafter`): The drafter. 16-bit weights are converted to float32 for training, because small steps would be
-        lost in rounding; `bf16=True` still computes in bfloat16.
+            lost in rounding; `bf16=True` still computes in bfloat16.
         target (`PreTrainedModel`): The target. It is neither trained nor saved; load it in bfloat16.
         args (`DSparkTrainingArguments`): The training arguments.
         train_dataset, eval_dataset: Conversations (see `dspark_hf.conversations.rows`; they are tokenized here), rows with
