@@ -299,3 +299,25 @@ def test_the_map_has_one_sentence_for_every_file():
 def test_a_missing_file_is_noticed():
     page = "### `a/b/`\n\n| File | What it holds |\n| --- | --- |\n| `c.py` | A sentence. |\n| `d.py` |  |\n"
     assert files_of_the_map(page) == ["a/b/c.py"]
+
+
+# ---------------------------------------------------------------------- the reading list
+
+READING_LIST = Path(__file__).parents[1] / "docs" / "one_round.md"
+MOST_LINES = 900
+
+
+def files_to_read(page: str) -> list[str]:
+    """The files of the reading list: `1. `generation/loop.py`: ...`."""
+    return re.findall(r"^\d+\. `([\w/]+\.py)`:", page, re.MULTILINE)
+
+
+def test_one_round_can_be_read():
+    page = READING_LIST.read_text(encoding="utf-8")
+    files = files_to_read(page)
+    assert {"generation/loop.py", "sampling.py", "generation/token_choice.py", "generation/target_pass.py"} <= set(
+        files
+    )
+    texts = [page, *((SRC / "dspark_hf" / file).read_text(encoding="utf-8") for file in files)]
+    num_lines = sum(text.count("\n") for text in texts)
+    assert num_lines <= MOST_LINES, f"the files that docs/one_round.md lists have grown to {num_lines} lines"

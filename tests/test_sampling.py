@@ -5,9 +5,9 @@ import torch
 from scipy import stats
 
 from dspark_hf import sampling
+from dspark_hf.generation.draft_sampler import drafting_distribution
 from dspark_hf.sampling import (
     NO_TOKEN,
-    drafting_distribution,
     draw,
     draw_or_none,
     leading_true,

@@ -32,19 +32,6 @@ def _races(probs: torch.Tensor) -> torch.Tensor:
     return probs / torch.empty_like(probs).exponential_()
 
 
-def drafting_distribution(scores: torch.Tensor) -> torch.Tensor:
-    """
-    The probabilities to draft with, `[..., V]`, from processed scores `[..., V]`.
-
-    Verification is exact for any distribution that the draft was really drawn from. So when processors exclude every token
-    of a reduced vocabulary, or turn its missing tokens into NaN, the draft is drawn from the remaining tokens, or uniformly
-    from all of them.
-    """
-    scores = scores.nan_to_num(nan=float("-inf"), posinf=torch.finfo(scores.dtype).max, neginf=float("-inf"))
-    is_possible = scores.amax(-1, keepdim=True) > float("-inf")
-    return scores.masked_fill(~is_possible, 0.0).softmax(-1)
-
-
 def passes(draft_ids: torch.Tensor, draft_probs: torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
     """
     The acceptance test of each draft by itself.

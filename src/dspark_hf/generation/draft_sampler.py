@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessorList
 
-from ..sampling import drafting_distribution, draw
+from ..sampling import draw
 from .logits_process import is_rowwise, names_tokens, processed
 from .telemetry import stage
 
@@ -99,3 +99,16 @@ class DraftSampler:
             return values
         full = values.new_full((*values.shape[:-1], self._vocab_size), outside)
         return full.index_copy_(-1, self._draft_token_ids, values)
+
+
+def drafting_distribution(scores: torch.Tensor) -> torch.Tensor:
+    """
+    The probabilities to draft with, `[..., V]`, from processed scores `[..., V]`.
+
+    Verification is exact for any distribution that the draft was really drawn from. So when processors exclude every token
+    of a reduced vocabulary, or turn its missing tokens into NaN, the draft is drawn from the remaining tokens, or uniformly
+    from all of them.
+    """
+    scores = scores.nan_to_num(nan=float("-inf"), posinf=torch.finfo(scores.dtype).max, neginf=float("-inf"))
+    is_possible = scores.amax(-1, keepdim=True) > float("-inf")
+    return scores.masked_fill(~is_possible, 0.0).softmax(-1)

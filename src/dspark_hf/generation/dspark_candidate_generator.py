@@ -11,10 +11,8 @@ from transformers import LogitsProcessor
 from ..kinds.dspark.heads import SequentialHead
 from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from .candidate_generator import DrafterCandidateGenerator
-from .draft_context import DraftContext
+from .dspark_context import DSparkContext
 from .telemetry import stage
-
-_FEW_TOKENS = 64  # Up to here context is projected for all layers together.
 
 
 class SequentialHeadLogitsProcessor(LogitsProcessor):
@@ -46,21 +44,6 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
         )
         self._slot += 1
         return scores + self.head.markov_w2(features).to(scores.dtype)
-
-
-class DSparkContext(DraftContext):
-    """The context of a block drafter: that of a round is projected for all layers together."""
-
-    drafter: DSparkDrafter
-
-    def __init__(self, drafter: DSparkDrafter, num_rows: int = 1):
-        super().__init__(drafter, num_rows)
-        self._projection = drafter.context_projection()
-
-    def _extend_cache(self, features: torch.Tensor, positions: torch.Tensor, counts: list[int]) -> None:
-        # A prompt is work enough for each layer, and the keys and values of all layers would exist twice for a moment.
-        projection = self._projection if features.shape[1] <= _FEW_TOKENS else None
-        self.drafter.extend_cache(self.cache, features, positions, counts, projection)
 
 
 class DSparkCandidateGenerator(DrafterCandidateGenerator):

@@ -1,12 +1,14 @@
-"""Verification for several rows, each in passes of its own: for targets whose states rows of different lengths cannot share."""
+"""Verification for several rows in separate passes, for targets whose states cannot be shared by rows of different lengths."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from ..transformers_names import CACHE_KEY
 from .row_caches import cache_of_row, join_rows
 from .target_model import TargetOutput
 from .target_pass import TargetPass
@@ -82,4 +84,17 @@ class SingleRowsTargetPass:
 
     def _row(self, row: int) -> TargetPass:
         """A row as the pass over the prompts left it."""
-        return self._prompt.of_row(row, cache_of_row(self._prompt.cache, row, self._prompt.num_rows))
+        prompt, num_rows = self._prompt, self._prompt.num_rows
+        model_kwargs = {name: _of_row(value, row, num_rows) for name, value in prompt.model_kwargs.items()}
+        model_kwargs[CACHE_KEY] = cache_of_row(prompt.cache, row, num_rows)
+        own = replace(prompt, model_kwargs=model_kwargs, num_rows=1)
+        own.begin_rounds()
+        return own
+
+
+def _of_row(value: Any, row: int, num_rows: int) -> Any:
+    """One row of an argument of the model: rows are the first axis, or the last but one of positions with several axes."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    axis = 0 if len(value) == num_rows else value.dim() - 2
+    return value.narrow(axis, row, 1) if value.shape[axis] == num_rows else value

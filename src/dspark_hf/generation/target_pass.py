@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Cache
 
-from ..transformers_names import CACHE_KEY, extended_model_kwargs, is_callers_cache, is_compiled
+from ..transformers_names import extended_model_kwargs, is_callers_cache, is_compiled
 from .growing_cache import begin_growing, end_growing
 from .pass_mode import make_ordinary
 from .rollback import Rollback
@@ -135,23 +133,6 @@ class TargetPass(TargetModel):
             with self.mode():
                 self.num_owed = [self._rollback.take_back(num_fed, 0)]
 
-    def of_row(self, row: int, cache: Cache) -> TargetPass:
-        """
-        The same for one row of a batch whose prompts were fed.
-
-        Args:
-            row: Its index.
-            cache: Its cache.
-        """
-        own, count = copy.copy(self), self.num_rows
-        own.ending = contextlib.ExitStack()
-        own.cache, own.num_rows = cache, 1
-        own.model_kwargs = {name: _of_row(value, row, count) for name, value in self.model_kwargs.items()}
-        own.model_kwargs[CACHE_KEY] = cache
-        own._rollback = Rollback(cache)
-        own._begin_rollback()
-        return own
-
     def _begin_rollback(self) -> None:
         if not is_compiled(self.model):  # A compiled one would be compiled again whenever the buffers grow.
             begin_growing(self.cache)
@@ -161,11 +142,3 @@ class TargetPass(TargetModel):
         cache = self._rollback.cache
         self._rollback.end()
         end_growing(cache, self.keeps_cache)
-
-
-def _of_row(value: Any, row: int, num_rows: int) -> Any:
-    """One row of an argument of the model: the axis of rows is the first, or the last but one of positions with several axes."""
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:
-        return value
-    axis = 0 if len(value) == num_rows else value.dim() - 2
-    return value.narrow(axis, row, 1) if value.shape[axis] == num_rows else value

@@ -4,9 +4,9 @@ Why it is faster than batched `generate`:
 
 - There is a fixed number of rows. The row of a finished request is given to the next one immediately, so passes stay full.
 - Keys and values are written into preallocated buffers ([`RaggedCache`]) and never concatenated. Padding and rows without a
-request do not go through the target's linear layers.
+  request do not go through the target's linear layers.
 - A token is drawn by inverting the cumulative distribution at one uniform number. The uniform numbers of a request come from
-its seed, so its response does not depend on which other requests share its passes (up to floating-point rounding).
+  its seed, so its response does not depend on which other requests share its passes (up to floating-point rounding).
 
 The steps of a request: `run` takes it when a row becomes free; its prompt except for the last token is prefilled; every
 decoding pass runs over one token of each row and draws the next; at an end-of-sequence token or the limit, `run` yields a
