@@ -244,6 +244,26 @@ def test_the_card_says_what_is_known(hub: Hub, drafter, tmp_path: Path):
     assert {"training.json", "results.json", "throughput_curve.json", "curve.png"} <= hub.tree(NAME).keys()
 
 
+def test_no_pushed_file_holds_a_local_path(hub: Hub, tmp_path: Path):
+    drafter, folder = tiny.random_drafter(tiny.qwen3()), tmp_path / "runs" / "a"
+    drafter.config.target_name_or_path = str(tmp_path / "models" / "Target-1B")
+    drafter.save_pretrained(folder)
+    document = benchmark(folder)
+    document["settings"] |= {"target": str(tmp_path / "models" / "Target-1B"), "drafters": [str(folder)]}
+    (folder / "results.json").write_text(json.dumps(document))
+    measured_on = {"model": str(tmp_path / "models" / "Target-1B"), "device": "cpu: abacus"}
+    ThroughputCurve([1, 2], [0.010, 0.011], measured_on).save(folder / "throughput_curve.json")
+    DSparkDrafter.from_pretrained(folder).push_to_hub(NAME, token=TOKEN)
+    files = hub.tree(NAME)
+    assert str(tmp_path).encode() in (folder / "results.json").read_bytes(), "the local file keeps its paths"
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
+    pushed = json.loads(files["results.json"])
+    assert pushed["settings"]["target"] == "Target-1B" and pushed["settings"]["drafters"] == ["a"]
+    assert pushed["results"] == json.loads(json.dumps(document["results"]))
+    assert json.loads(files["config.json"])["target_name_or_path"] == "Target-1B"
+    assert ThroughputCurve.from_dict(json.loads(files["throughput_curve.json"])).measured_on["model"] == "Target-1B"
+
+
 def test_the_card_of_a_drafter_without_any_records(tmp_path: Path):
     drafter = tiny.random_drafter(tiny.qwen3(), markov_rank=0, confidence_head_with_markov=False)
     drafter.config.target_name_or_path = str(tmp_path)

@@ -111,6 +111,8 @@ def given_options(context: typer.Context) -> dict[str, Any]:
 
 def command_line(context: typer.Context, given: dict[str, Any], others: dict[str, Any]) -> str:
     """The command line that repeats a run, with only the last part of local paths."""
+    from dspark_hf.hub.private import public_name
+
     words = str(context.command_path).split()
     for option in context.command.params:
         if option.name not in given:
@@ -120,14 +122,7 @@ def command_line(context: typer.Context, given: dict[str, Any], others: dict[str
             words.append(spelled if value else max(option.secondary_opts, key=len, default=spelled))
         else:
             for item in value if isinstance(value, list) else [value]:
-                words += [spelled, public(item)]
+                words += [spelled, public_name(item)]
     for name, value in others.items():
         words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     return shlex.join(words)
-
-
-def public(value: Any) -> str:
-    """A value without private information: only the last part of a path that exists here."""
-    text = str(value)
-    is_path = isinstance(value, Path) or Path(text).is_absolute() or Path(text).exists()
-    return Path(text).name or text if is_path and text else text

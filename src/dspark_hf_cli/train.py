@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .loading import say
-from .option_file import command_line, from_file, given_options, other_settings, public
+from .option_file import command_line, from_file, given_options, other_settings
 from .options import (
     DATA,
     MACHINE,
@@ -512,6 +512,7 @@ def summary_of(run: TrainingRun, command: TrainCommand, typed: str) -> TrainingS
     """The description of a run for the model card, without local paths."""
     from dspark_hf.evaluation.environment import environment
     from dspark_hf.hub import TrainingSummary
+    from dspark_hf.hub.private import public_name
     from dspark_hf.training.history import hours_of
     from dspark_hf.training.run import FIGURE
 
@@ -523,11 +524,11 @@ def summary_of(run: TrainingRun, command: TrainCommand, typed: str) -> TrainingS
     if state.best_model_checkpoint:
         results["best_checkpoint"] = Path(state.best_model_checkpoint).name
     settings = {
-        name: ", ".join(map(public, value))
+        name: ", ".join(map(public_name, value))
         if isinstance(value, list)
         else value
         if isinstance(value, bool)
-        else public(value)
+        else public_name(value)
         for name, value in command.given.items()
         if name not in _SAID_ELSEWHERE
     }
@@ -544,9 +545,11 @@ def summary_of(run: TrainingRun, command: TrainCommand, typed: str) -> TrainingS
 
 def data_in_words(run: TrainingRun) -> str:
     """Each source with its rows, tokens and checksum."""
+    from dspark_hf.hub.private import public_name
+
     parts = []
     for source, trained, held_out in run.data:
-        text = f"`{public(source.name)}`:"
+        text = f"`{public_name(source.name)}`:"
         for verb, indices in (("trained on", trained), ("held out", held_out)):
             if indices:
                 summary = source.summary(indices)

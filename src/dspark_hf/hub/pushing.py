@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.hf_api import RepoFile
+from transformers.utils import CONFIG_NAME
 
 from ..checkpoints.reading import read_checkpoint
 from ..modeling_drafter import DrafterModel
+from ..storage.atomic import write_text
 from .card import BENCHMARK_FILE, CARD_FILE, CURVE_FILE, build_card, figure_files, is_generated
 from .custom_generate import FOLDER, write_custom_generate
+from .private import public_name, without_local_paths
 from .training_summary import TRAINING_FILE, TrainingSummary
 
 # Files about the drafter. The first two describe these weights, the third the target.
@@ -82,6 +86,7 @@ def push(
             write_custom_generate(folder, repo_id)
         if (source := _source(drafter, companion_folder)) is not None:
             _copy_companions(source, folder)
+        _hide_local_paths(folder, card.get("base_model"))
         same_weights = there.holds(folder)
         there.fetch(COMPANIONS if same_weights else [CURVE_FILE], folder)
         there.fetch([CARD_FILE], folder, replace=True)
@@ -155,6 +160,19 @@ def _copy_companions(source: Path, folder: Path) -> None:
     for name in names:
         if (source / name).is_file() and not (folder / name).exists():
             shutil.copyfile(source / name, folder / name)
+
+
+def _hide_local_paths(folder: Path, base_model: str | None) -> None:
+    """Replaces local paths in the files to push by their last part, that of the target by its name on the Hub if it is given."""
+    for file in (folder / name for name in COMPANIONS):
+        if file.is_file():
+            content = without_local_paths(json.loads(file.read_text(encoding="utf-8")))
+            write_text(file, json.dumps(content, indent=1) + "\n")
+    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    target = config.get("target_name_or_path")
+    if target and public_name(target) != target:
+        config["target_name_or_path"] = base_model or public_name(target)
+        write_text(folder / CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _sha256(file: Path) -> str:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ..storage.atomic import write_text
+from .private import without_secrets
 
 TRAINING_FILE = "training.json"
-
-# Access tokens of the Hub, by their form or by the option before them.
-_SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=hub[_-]token[ =])\S+|(?<=--token[ =])\S+")
-_SECRET_NAMES = ("token", "hub_token", "push_to_hub_token")
 
 
 @dataclass
@@ -46,7 +42,7 @@ class TrainingSummary:
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Writes `training.json` into the folder of the weights."""
-        text = json.dumps(_without_secrets(asdict(self)), indent=2, default=str)
+        text = json.dumps(without_secrets(asdict(self)), indent=2, default=str)
         write_text(Path(folder) / TRAINING_FILE, text + "\n")
 
     @classmethod
@@ -57,11 +53,3 @@ class TrainingSummary:
             return None
         stored = json.loads(file.read_text(encoding="utf-8"))
         return cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_secrets(item) for name, item in value.items() if name not in _SECRET_NAMES}
-    if isinstance(value, list):
-        return [_without_secrets(item) for item in value]
-    return _SECRET.sub("***", value) if isinstance(value, str) else value
