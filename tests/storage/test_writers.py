@@ -189,9 +189,13 @@ SAFE = {
     "copy.save_pretrained",
     "saved.save_pretrained",
     "self.save_pretrained",
+    "drafter.save_pretrained",
     "super().save_pretrained",  # On other processes than the main one, where nothing is written.
     "figure.savefig",
     "summary_of(run, command, typed).save",
+    "self._rollback.save",  # Keeps the states of a cache in memory.
+    "rollback.save",
+    "layer.save",
     "self.path.open",  # Lines are appended one by one.
 }
 

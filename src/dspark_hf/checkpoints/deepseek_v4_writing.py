@@ -78,13 +78,13 @@ def their_tensors(drafter: DrafterModel) -> Iterator[tuple[str, torch.Tensor]]:
                 yield from ((f"mtp.{s}.ffn.experts.{e}.{part}.weight", tensor) for part, tensor in parts)
 
 
-def write(drafter: DrafterModel, folder: Path, source: EmbeddedDrafter | None) -> None:
+def write(drafter: DrafterModel, part: Path, source: EmbeddedDrafter | None) -> None:
     """
     Writes a drafter's part of a checkpoint, and reads it back.
 
     Args:
         drafter: A drafter of this kind.
-        folder: Where to.
+        part: The temporary folder to write to, see [`~dspark_hf.storage.atomic.whole_files`].
         source: The checkpoint it was loaded from. Weights that are still those of it are written as they are there, quantized;
             all others, and without a source all, in the drafter's dtype.
 
@@ -106,10 +106,10 @@ def write(drafter: DrafterModel, folder: Path, source: EmbeddedDrafter | None) -
         else:
             tensors[name] = tensor.contiguous()
     written = write_config(config) | {"dtype": str(drafter.dtype).removeprefix("torch.")}
-    (folder / CONFIG_NAME).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    infos = read_tensor_index(folder, None, {})
-    read = open_tensors(folder, written, infos)
+    (part / CONFIG_NAME).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_file(tensors, part / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    infos = read_tensor_index(part, None, {})
+    read = open_tensors(part, written, infos)
     again, ours = read_config(read.config, read.tensors).to_dict(), config.to_dict()
     changed = [f"{n}={ours[n]!r} would be read as {again.get(n)!r}" for n in WRITTEN_FIELDS if ours[n] != again.get(n)]
     changed += [
