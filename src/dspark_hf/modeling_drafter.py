@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from .configuration_drafter import DrafterConfig
+from .context_projection import ContextProjection
 from .draft_cache import DraftCache
 from .embeddings import SharedEmbeddings, target_embeddings
 from .layers import DSparkAttention
@@ -119,6 +120,12 @@ class DrafterModel(PreTrainedModel):
     def new_cache(self, num_rows: int = 1) -> DraftCache:
         """An empty cache for the context of `num_rows` rows."""
         return DraftCache(len(self.layers), num_rows)
+
+    def context_projection(self) -> ContextProjection | None:
+        """
+        The layers' projections of context as one, with their weights as they are now; `None` where `extend_cache` takes none.
+        """
+        return None
 
     def training_inputs(
         self,

@@ -11,6 +11,7 @@ from ..drafter import Drafter
 from .pass_mode import pass_mode
 from .telemetry import stage
 
+_FEW_TOKENS = 64  # Up to this many tokens per row, context is projected for all layers together, where the drafter can.
 _MAX_PENDING = 256  # Rounds whose features are kept before they are projected.
 
 
@@ -37,6 +38,7 @@ class DraftContext:
         self.cache = drafter.new_cache(num_rows)
         self.first_positions = [0] * num_rows
         self.mode = pass_mode(drafter)
+        self._projection = drafter.context_projection()
         self._pending: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
 
     def add(self, context_features: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
@@ -58,7 +60,7 @@ class DraftContext:
 
         Args:
             context_features: `[B, T, m * D_target]`.
-            attended: False at padding, `[B, T]`; `None` when there is none.
+            attended: False at padding, `[B, T]`; `None` without padding.
         """
         rows = list(context_features)
         if attended is not None:
@@ -108,8 +110,9 @@ class DraftContext:
         """Adds the features of each row, `[T_row, m * D_target]`, to the cache."""
         counts = [len(row) for row in rows]
         features = rows[0][None] if len(rows) == 1 else torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        positions = self.next_positions(features.shape[1])
-        self._extend_cache(features, positions, counts)
-
-    def _extend_cache(self, features: torch.Tensor, positions: torch.Tensor, counts: list[int]) -> None:
-        self.drafter.extend_cache(self.cache, features, positions, counts)
+        arguments = self.cache, features, self.next_positions(features.shape[1]), counts
+        # For a prompt, one product per layer is large enough, and a joint one would hold all keys and values twice for a moment.
+        if self._projection is None or features.shape[1] > _FEW_TOKENS:
+            self.drafter.extend_cache(*arguments)
+        else:
+            self.drafter.extend_cache(*arguments, projection=self._projection)

@@ -11,7 +11,6 @@ from transformers import LogitsProcessor
 from ..kinds.dspark.heads import SequentialHead
 from ..kinds.dspark.modeling_dspark import DSparkDrafter
 from .candidate_generator import DrafterCandidateGenerator
-from .dspark_context import DSparkContext
 from .telemetry import stage
 
 
@@ -58,7 +57,6 @@ class DSparkCandidateGenerator(DrafterCandidateGenerator):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.context = DSparkContext(self.drafter, len(self.rows))
         if self.drafter.markov_head is not None:
             self.head = SequentialHeadLogitsProcessor(self.drafter.markov_head)
 

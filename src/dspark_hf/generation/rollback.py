@@ -160,10 +160,8 @@ class RecurrentLayer(LayerRollback):
         super().__init__(layer)
         held = (*layer.conv_states.values(), *layer.recurrent_states.values())
         self.needs_copy = any(state is not None for state in held)
-        self._states = [
-            layer.conv_states,
-            layer.recurrent_states,
-        ]  # Tensors by their index, `None` where there is none.
+        # Each a dictionary of tensors; an entry is `None` until a pass has set it.
+        self._states = [layer.conv_states, layer.recurrent_states]
         self._copies: list[dict[int, torch.Tensor]] = [{}, {}]
         # The part with keys and values. A sliding window records its past, and the convolutions then do as well.
         self._is_sliding = isinstance(layer, DynamicSlidingWindowLayer)

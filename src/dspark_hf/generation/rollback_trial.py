@@ -36,7 +36,7 @@ def check_target(model: PreTrainedModel, cache: Cache, attention_mask: torch.Ten
     Args:
         model: The target.
         cache: Its cache, which may be empty.
-        attention_mask: False at padding, `[B, T]`; `None` where there is none.
+        attention_mask: False at padding, `[B, T]`; `None` without a mask.
 
     Raises:
         ValueError: for states outside the cache, where the trial fails, and for padding that layers of the model's own count.

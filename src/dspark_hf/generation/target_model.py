@@ -27,7 +27,7 @@ class TargetOutput(NamedTuple):
         raw: The output of the model, for the states that the user asked for.
         is_whole: Whether all of `raw` belongs to one generated token, as in the pass over a prompt, instead of one token per
             position.
-        attended: False at padding, `[B, T]`; `None` when there is none.
+        attended: False at padding, `[B, T]`; `None` without padding.
     """
 
     logits: torch.Tensor
