@@ -262,6 +262,8 @@ class DeepseekV4Drafter(DSparkDrafter):
     config_class = DeepseekV4DrafterConfig  # type: ignore[assignment]
     config: DeepseekV4DrafterConfig  # type: ignore[assignment]
     _no_split_modules = ["DeepseekV4DecoderLayer"]
+    layer_class = DeepseekV4DecoderLayer
+    rotary_class = DeepseekV4RotaryEmbedding
     # Heads of 512 channels with a sink are beyond torch's fused attention: there is one way to compute it.
     _supports_sdpa = False
     _supports_flash_attn = False
@@ -274,9 +276,7 @@ class DeepseekV4Drafter(DSparkDrafter):
     training_attention = None
 
     def make_layers(self, config: Any) -> None:
-        layers = (DeepseekV4DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
-        self.rotary_emb = DeepseekV4RotaryEmbedding(config)  # type: ignore[assignment]
+        super().make_layers(config)
         self.hc_head = HyperHead(config)
 
     @torch.no_grad()

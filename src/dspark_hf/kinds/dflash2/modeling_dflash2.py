@@ -10,7 +10,7 @@ from transformers import initialization as init
 
 from ...draft_cache import DraftCache
 from ...embeddings import SharedEmbeddings
-from ...layers import DSparkRotaryEmbedding, KeyValues, RotaryAngles
+from ...layers import KeyValues, RotaryAngles
 from ..dspark.modeling_dspark import DSparkDecoderLayer, DSparkDrafter
 from .configuration_dflash2 import DFlash2Config
 
@@ -121,13 +121,12 @@ class DFlash2Drafter(DSparkDrafter):
     config_class = DFlash2Config
     config: DFlash2Config
     _no_split_modules = ["DFlash2DecoderLayer"]
+    layer_class = DFlash2DecoderLayer
 
     candidate_selector: CandidateSelector
 
     def make_layers(self, config: Any) -> None:
-        layers = (DFlash2DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
-        self.rotary_emb = DSparkRotaryEmbedding(config)
+        super().make_layers(config)
         self.candidate_selector = CandidateSelector(config)
 
     @torch.no_grad()

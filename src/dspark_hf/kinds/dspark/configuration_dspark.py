@@ -291,6 +291,8 @@ def unused_token_id(text: PreTrainedConfig, tokenizer: Any) -> int | None:
     A special token that the target is not expected to generate: the mask token, a reserved one, the unknown token where all
     text can be written without it, or else one that has no role and does not occur in the chat template.
     """
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
     ends = text.eos_token_id
     roles = {
         tokenizer.bos_token_id,
@@ -304,8 +306,6 @@ def unused_token_id(text: PreTrainedConfig, tokenizer: Any) -> int | None:
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
         if token.special and token_id not in roles and token.content not in spoken
     }
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
     for token_id, content in special.items():
         if any(word in content.lower() for word in ("mask", "reserved", "unused", "placeholder")):
             return token_id

@@ -93,6 +93,10 @@ class DSparkDrafter(Drafter):
     config: DSparkConfig
     _no_split_modules = ["DSparkDecoderLayer"]
 
+    # What a derived kind may replace: made of the configuration, a layer of its index too.
+    layer_class: ClassVar[type[nn.Module]] = DSparkDecoderLayer
+    rotary_class: ClassVar[type[nn.Module]] = DSparkRotaryEmbedding
+
     layers: Sequence[DSparkDecoderLayer]
 
     markov_head: SequentialHead | None
@@ -115,10 +119,10 @@ class DSparkDrafter(Drafter):
         self.post_init()
 
     def make_layers(self, config: DSparkConfig) -> None:
-        """Sets what lies between the projection of the context and the final norm."""
-        layers = (DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        """Sets the modules between the projection of the context and the final norm."""
+        layers = (self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
-        self.rotary_emb = DSparkRotaryEmbedding(config)
+        self.rotary_emb = self.rotary_class(config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -214,7 +218,7 @@ class DSparkDrafter(Drafter):
         cache.append([layer.key_values(context, angles) for layer in self.layers], position_ids, counts)
 
     def context_projection(self) -> ContextProjection | None:
-        """The layers' projections of context as one, with their weights as they are now; `None` where they are not plain."""
+        """As in [`Drafter`]; `None` where the projections are not plain linear maps."""
         return None if self.config.norm_context else ContextProjection.of([layer.self_attn for layer in self.layers])
 
     def forward(
