@@ -17,6 +17,7 @@ import spellings
 import torch
 from generation import hybrids
 from safetensors.torch import load_file
+from spellings import layer_sizes
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
@@ -49,14 +50,8 @@ def eagle3(drafter, **fields):
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": shown.hidden_size,
-        "intermediate_size": shown.intermediate_size,
+        **layer_sizes(shown),
         "num_hidden_layers": 1,
-        "num_attention_heads": shown.num_attention_heads,
-        "num_key_value_heads": shown.num_key_value_heads,
-        "head_dim": shown.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shown.rms_norm_eps,
         "vocab_size": shown.vocab_size,
         "draft_vocab_size": shown.draft_vocab_size or shown.vocab_size,
         "max_position_embeddings": 512,
@@ -84,14 +79,7 @@ def dflash2(drafter, **section):
         "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
         "dtype": "float32",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
+        **layer_sizes(config),
         "vocab_size": config.vocab_size,
         "max_position_embeddings": 512,
         "num_target_layers": config.num_target_layers,
@@ -131,16 +119,9 @@ def laguna(drafter, **fields):
     written = {
         "architectures": ["DFlashLagunaForCausalLM"],
         "model_type": "laguna",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        **layer_sizes(config),
         "attention_bias": False,
         "gating": "per-head",
-        "rms_norm_eps": config.rms_norm_eps,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.vocab_size,
         "max_position_embeddings": 512,

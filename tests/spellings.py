@@ -28,11 +28,9 @@ def tensors_of(drafter: DSparkDrafter) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in drafter.state_dict().items()}
 
 
-def decoder(config: DSparkConfig) -> dict[str, Any]:
-    """The draft layers as a Qwen3 configuration."""
+def layer_sizes(config: Any) -> dict[str, Any]:
+    """The fields of every decoder configuration that say how large the draft layers are."""
     return {
-        "model_type": "qwen3",
-        "dtype": "float32",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
@@ -41,6 +39,15 @@ def decoder(config: DSparkConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
+    }
+
+
+def decoder(config: DSparkConfig) -> dict[str, Any]:
+    """The draft layers as a Qwen3 configuration."""
+    return {
+        "model_type": "qwen3",
+        "dtype": "float32",
+        **layer_sizes(config),
         "attention_bias": False,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,

@@ -5,6 +5,7 @@ import spellings
 import torch
 from replicas import dflash2 as zlab
 from replicas import dflash2_speculators as speculators
+from training.runs import trained
 
 import tiny
 from dspark_hf import DFlash2Config, DFlash2Drafter, Drafter
@@ -158,24 +159,9 @@ def test_it_drafts_what_its_formulas_say(target, drafter):
 
 
 def test_it_trains_and_is_saved(target, tmp_path):
-    from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
-
     drafter = drafter_for(target)
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    rows = [{"input_ids": list(range(1, 25)), "loss_mask": [1] * 24} for _ in range(2)]
-    arguments = DSparkTrainingArguments(
-        output_dir=str(tmp_path / "run"),
-        max_steps=3,
-        learning_rate=1e-2,
-        num_anchors=4,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-    )
-    trainer = DSparkTrainer(model=drafter, target=target, train_dataset=rows, args=arguments)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "trained"))
-    again = Drafter.from_pretrained(tmp_path / "trained")
+    again = trained(target, drafter, tmp_path)
     assert type(again) is DFlash2Drafter
     moved = [name for name, tensor in again.state_dict().items() if not torch.equal(before[name], tensor)]
     assert len(moved) == len(before)

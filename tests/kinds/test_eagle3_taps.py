@@ -10,6 +10,7 @@ import tiny_folders
 import torch
 from replicas import eagle3 as specforge
 from spellings import write
+from training.runs import trained
 from typer.testing import CliRunner
 
 import tiny
@@ -142,30 +143,10 @@ def test_inspect_says_that_the_depth_decides(folder):
     assert any("follow from the target's depth" in oddity for oddity in found.oddities)
 
 
-def trained(target, drafter, tmp_path):
-    """The drafter as it is read back after three steps of training."""
-    from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
-
-    rows = [{"input_ids": list(range(1, 20)), "loss_mask": [1] * 19} for _ in range(2)]
-    arguments = DSparkTrainingArguments(
-        output_dir=str(tmp_path / "run"),
-        max_steps=3,
-        learning_rate=1e-2,
-        num_anchors=4,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-    )
-    trainer = DSparkTrainer(model=drafter, target=target, train_dataset=rows, args=arguments)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "trained"))
-    return Drafter.from_pretrained(tmp_path / "trained")
-
-
 def test_it_trains_and_is_saved_with_its_taps(target, folder, tmp_path):
     drafter = Drafter.from_pretrained(folder)
     before = drafter.fc.weight.detach().clone()
-    again = trained(target, drafter, tmp_path)
+    again = trained(target, drafter, tmp_path, num_tokens=19)
     assert not torch.equal(before, again.fc.weight) and again.config.target_layer_ids == [1, 3, 4]
 
 
@@ -183,7 +164,7 @@ def test_it_trains_and_is_saved_with_its_taps(target, folder, tmp_path):
 def test_every_variant_trains_in_all_its_parts(target, variant, tmp_path):
     drafter = drafter_for(target, **variant)
     before = {name: parameter.clone() for name, parameter in drafter.named_parameters() if parameter.requires_grad}
-    again = trained(target, drafter, tmp_path)
+    again = trained(target, drafter, tmp_path, num_tokens=19)
     state = again.state_dict()
     assert not [name for name, parameter in before.items() if torch.equal(state[name], parameter)]
     assert {name: getattr(again.config, name) for name in variant} == variant

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from training.runs import losses
 
 import tiny
 from dspark_hf import Drafter, Eagle3Drafter
@@ -19,10 +20,6 @@ CASE = SHARED / "parity" / "g_qwen3_eagle3"
 
 pytestmark = pytest.mark.integration
 with_vectors = pytest.mark.skipif(not CASE.is_dir(), reason=f"no reference vectors in {CASE}")
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 # ------------------------------------------------------------------ the reference

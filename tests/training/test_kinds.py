@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from training.runs import losses
 
 import tiny
 from dspark_hf import DSparkConfig, DSparkDrafter, record_speculation
@@ -17,10 +18,6 @@ pytestmark = pytest.mark.integration
 
 LAYOUTS = pytest.mark.parametrize("sample_from_anchor", [True, False], ids=["anchor predicts", "anchor is silent"])
 NO_HEADS = {"markov_rank": 0, "enable_confidence_head": False}
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 # ------------------------------------------------------------------ both layouts

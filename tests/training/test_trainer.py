@@ -7,6 +7,7 @@ import pytest
 import tiny_folders
 import torch
 from safetensors.torch import load_file
+from training.runs import losses, weights
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import tiny
@@ -14,14 +15,6 @@ from dspark_hf import DSparkDrafter
 from dspark_hf.training.arguments import DSparkTrainingArguments
 from dspark_hf.training.features import CachedFeatureDataset, cache_features
 from dspark_hf.training.trainer import DSparkTrainer
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def weights(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 class StopAt(TrainerCallback):

@@ -9,6 +9,7 @@ import pytest
 import tiny_folders
 import torch
 import transformers
+from training.runs import losses, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tiny
@@ -25,14 +26,6 @@ from dspark_hf.training.trainer import DSparkTrainer
 PAGE = Path(__file__).parents[2] / "docs" / "training_options.md"
 OPTIONS = {field.name for field in dataclasses.fields(TrainingArguments)}
 CHECKPOINTING = next(name for name in ("activation_checkpointing", "gradient_checkpointing") if name in OPTIONS)
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def weights(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 # ------------------------------------------------------------------ what is refused
