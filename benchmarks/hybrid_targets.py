@@ -2,7 +2,7 @@
 
     python benchmarks/hybrid_targets.py --output docs/results/hybrid_targets.json
 
-The drafter knows the target's own answer and is wrong at about a third of the positions, so a round accepts nothing, part of
+The drafter knows the target's answer and is wrong at about a third of the positions, so a round accepts nothing, part of
 its drafts or all of them. Drafting costs next to nothing, so that the times show what verification and rollback cost. Both
 methods take turns. Ends with one line of JSON.
 """

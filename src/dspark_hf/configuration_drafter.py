@@ -387,7 +387,7 @@ class DecoderDrafterConfig(DrafterConfig):
 
     @property
     def layer_family(self) -> str | None:
-        """The entry of `layer_families` with these options; `None` when there is none."""
+        """The entry of `layer_families` with these options; `None` when no family matches."""
         options = {name for family in self.layer_families.values() for name in family}
         ours = self.named(options)
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in options}

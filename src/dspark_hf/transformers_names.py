@@ -145,7 +145,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def pad_token_of(generation_config: GenerationConfig) -> int:
-    """The padding token as `generate` prepared it; 0 where there is none and no row can end early."""
+    """The padding token as `generate` prepared it; 0 if none is set, because then no row can end early."""
     token = getattr(generation_config, "_pad_token_tensor", None)
     return 0 if token is None else int(token)
 

@@ -250,7 +250,7 @@ def reader_of(path: Any, raw: dict[str, Any], tensors: dict[str, TensorInfo]) ->
         tensors: The tensors in its files, by the drafter's parameter names.
 
     Raises:
-        ValueError: when there is none: the checkpoint is a language model, an unsupported drafter, or neither.
+        ValueError: when no format matches: the checkpoint is a language model, an unsupported drafter, or neither.
     """
     reader = next((reader for reader in FORMATS if reader.recognise(raw, tensors)), None)
     language_models = [name for name in raw.get("architectures") or [] if name.endswith(LANGUAGE_MODELS)]

@@ -38,7 +38,7 @@ class Conversation:
         self.finished = finished
 
     def next_turn(self) -> bool:
-        """Adds the user's next turn; False if there is none, or the last response was cut by the limit."""
+        """Adds the user's next turn; False if no turn is left, or the last response was cut by the limit."""
         if not self.turns or not self.finished:
             return False
         self.messages.append({"role": "user", "content": self.turns.pop(0)})

@@ -47,7 +47,7 @@ class TrainingSummary:
 
     @classmethod
     def load(cls, folder: str | PathLike[str]) -> TrainingSummary | None:
-        """Reads a folder's `training.json`; `None` if there is none. Unknown fields are ignored."""
+        """Reads a folder's `training.json`; `None` if the folder has no such file. Unknown fields are ignored."""
         file = Path(folder) / TRAINING_FILE
         if not file.is_file():
             return None
