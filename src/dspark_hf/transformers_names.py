@@ -155,6 +155,15 @@ def is_callers_cache(cache: Cache) -> bool:
     return bool(getattr(cache, "_is_user_defined", False))
 
 
+def hides_columns(attention_mask: torch.Tensor | None) -> bool:
+    """
+    Whether a prompt's mask hides any column.
+
+    `generate` drops a mask that hides none; older versions, such as 5.17, keep it.
+    """
+    return attention_mask is not None and not bool(attention_mask.all())
+
+
 def prompt_mask_length(model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> int | None:
     """
     Columns of the attention mask that the user passed. It tells whether `input_ids` is the full prompt or only its last

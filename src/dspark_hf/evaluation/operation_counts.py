@@ -37,6 +37,7 @@ class OperationCounts:
         kernels, operations: Of everything but the target's passes. Views are operations that start no kernel.
         target_kernels, target_operations: Of the target's passes.
         reads: Times that the host waits for the device: values read from it, and lists copied to it by a call that waits.
+        target_reads: The same in the target's passes. transformers 5.17, for instance, looks there for padding in the mask.
     """
 
     rounds: int = 0
@@ -45,6 +46,14 @@ class OperationCounts:
     target_kernels: int = 0
     target_operations: int = 0
     reads: int = 0
+    target_reads: int = 0
+
+    def count_reads(self, number: int, is_in_target: bool) -> None:
+        """Adds reads, of the target's pass or of what surrounds it."""
+        if is_in_target:
+            self.target_reads += number
+        else:
+            self.reads += number
 
     def per_round(self) -> dict[str, float]:
         """The totals divided by the number of rounds, by their names."""
@@ -105,7 +114,8 @@ class _Operations(TorchDispatchMode):
             else:
                 self.counts.operations += 1
                 self.counts.kernels += kernels
-            self.counts.reads += name in _READS or _has_unknown_size(name, args, kwargs or {})
+            is_read = name in _READS or _has_unknown_size(name, args, kwargs or {})
+            self.counts.count_reads(is_read, self.state.is_in_target)
         return function(*args, **(kwargs or {}))
 
 
@@ -122,7 +132,7 @@ class _Reads(TorchFunctionMode):
             is_read = function in (torch.Tensor.tolist, torch.Tensor.cpu)
             is_read |= function is torch.Tensor.to and "cpu" in (kwargs.get("device"), *args[1:2])
             is_read |= function in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None
-            self.counts.reads += is_read
+            self.counts.count_reads(is_read, self.state.is_in_target)
         return function(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ..transformers_names import CACHE_KEY, is_stateful
+from ..transformers_names import CACHE_KEY, hides_columns, is_stateful
 from .requirements import refuse
 from .rollback import Rollback, has_states, is_own_layer
 
@@ -47,7 +47,7 @@ def check_target(model: PreTrainedModel, cache: Cache, attention_mask: torch.Ten
             refuse(f"{name} keeps recurrent state outside its cache, which cannot be rolled back")
         return
     own = next((type(layer).__name__ for layer in cache.layers if is_own_layer(layer)), None)
-    if own is not None and attention_mask is not None and not attention_mask.all():
+    if own is not None and hides_columns(attention_mask):
         # DeepSeek-V4 closes its compressed entries by column, padding included, and shows them by position. In a pass over one
         # token it shows them all.
         refuse(f"with left padding, {own} shows other entries to several tokens in one pass than to one at a time")

@@ -11,7 +11,7 @@ from transformers import Cache, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ..tapping import Tap
-from ..transformers_names import CACHE_KEY, GenerativeModel, is_callers_cache
+from ..transformers_names import CACHE_KEY, GenerativeModel, hides_columns, is_callers_cache
 from .pass_mode import PassMode, pass_mode
 from .requirements import refuse
 from .telemetry import stage
@@ -67,6 +67,7 @@ class TargetModel:
     def __post_init__(self) -> None:
         cache = self.model_kwargs.get(CACHE_KEY)
         self.forgets_context = False
+        self._has_padding = hides_columns(self.model_kwargs.get("attention_mask"))
         if cache is None or not self.model_kwargs.get("use_cache", True):
             refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
         self.cache: Cache = cache
@@ -92,9 +93,8 @@ class TargetModel:
         return int(self.cache.get_seq_length())
 
     def attended_columns(self, start: int, end: int) -> torch.Tensor | None:
-        """Which of the prompt's columns `start..end-1` are not padding, `[B, end - start]`; `None` when all are not."""
-        mask = self.model_kwargs.get("attention_mask")
-        return None if mask is None else mask[:, start:end].bool()
+        """Which of the prompt's columns `start..end-1` are not padding, `[B, end - start]`; `None` without padding."""
+        return self.model_kwargs["attention_mask"][:, start:end].bool() if self._has_padding else None
 
     def forward(
         self,
