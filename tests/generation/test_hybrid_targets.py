@@ -373,7 +373,9 @@ def test_an_interrupted_call_leaves_a_cache_to_continue_from(family, num_tokens)
 
 
 def test_hidden_states_and_scores_of_tokens_that_follow_others_fed_again():
-    target = hybrids.target("qwen3_5")
+    target = hybrids.build(
+        "qwen3_5"
+    ).double()  # In float32, rounding differs from processor to processor by more than is allowed.
     wanted = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
     outcome = rig.compare(target, return_dict_in_generate=True, max_new_tokens=20, **wanted)
     for drafted in outcome.drafted.values():
