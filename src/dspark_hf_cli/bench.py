@@ -99,7 +99,7 @@ def bench(
     """
     from dspark_hf.evaluation import BenchSettings
 
-    from .loading import attach, compile_models, load_drafter, load_target, load_tasks
+    from .loading import attach, compile_models, load_drafter, load_tasks, target_from_options
     from .running import check_resumable, finish, run
 
     settings = BenchSettings(max_new_tokens, temperature, seed)
@@ -116,7 +116,7 @@ def bench(
     }
     check_resumable(output, loaded_tasks, settings, dtype, device, others)
     drafters = [load_drafter(name) for name in drafter]
-    model, tokenizer = load_target(target, dtype, device, threads)
+    model, tokenizer = target_from_options(target, dtype, device, threads)
     drafters = [attach(one, model) for one in drafters]
     methods = _compared(model, drafter, drafters, schedules, assistant, prompt_lookup, dflash)
     if compile:

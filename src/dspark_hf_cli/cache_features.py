@@ -113,7 +113,7 @@ def cache_features(
     from dspark_hf.training.features import CachedFeatureDataset, CachePlan, check_cache_folder
     from dspark_hf.training.features import cache_features as write_cache
 
-    from .loading import load_target
+    from .loading import target_from_options
 
     layer_ids = None
     if target_layer_ids is not None:
@@ -123,7 +123,7 @@ def cache_features(
     config = config_for(target, layer_ids, block_size, normalizers) if drafter is None else config_of_drafter(drafter)
     plan = CachePlan(config, floating_dtype(feature_dtype, "--feature-dtype"), positions, num_anchors, seed)
     check_cache_folder(output, plan, target)
-    model, tokenizer = load_target(target, dtype, device, threads)
+    model, tokenizer = target_from_options(target, dtype, device, threads)
     template = thinking_switch(thinking)
     rows = [row for source in data for row in encode_source(source, model, tokenizer, max_length, split, template)]
     if not rows:

@@ -75,7 +75,7 @@ def calibrate(
     from dspark_hf.scheduling import ConfidenceRounds, fit_temperatures, plot_reliability
     from dspark_hf.storage.atomic import write_text
 
-    from .loading import attach, load_drafter, load_target, load_tasks
+    from .loading import attach, load_drafter, load_tasks, target_from_options
     from .running import check_resumable, save_figure
 
     if in_place:
@@ -88,7 +88,7 @@ def calibrate(
     if not loaded.config.gives_confidence:
         raise typer.BadParameter(f"'{drafter}' has no confidence head, so there is nothing to calibrate.")
     loaded.config.confidence_temperatures = None  # Old temperatures must not affect the new ones.
-    model, tokenizer = load_target(target, dtype, device, threads)
+    model, tokenizer = target_from_options(target, dtype, device, threads)
     rounds = _collect(model, tokenizer, attach(loaded, model), loaded_tasks, settings, output, others)
     num_slots = loaded.config.num_draft_tokens
     calibration = fit_temperatures(ConfidenceRounds.from_records(rounds, num_slots), min_rounds=min_rounds)

@@ -44,10 +44,10 @@ def chat(
     the input ends the program. If input or output is not a terminal, each line of input is a turn, answers are plain text on
     standard output, and their speed is on standard error.
     """
-    from .loading import attach, load_drafter, load_target
+    from .loading import attach, load_drafter, target_from_options
 
     loaded = load_drafter(drafter)
-    model, tokenizer = load_target(target, dtype, device, threads)
+    model, tokenizer = target_from_options(target, dtype, device, threads)
     attach(loaded, model)
 
     from rich.console import Console

@@ -89,11 +89,11 @@ def _probe(
 ) -> Any:
     from dspark_hf import Drafter
 
-    from .loading import load_target, say
+    from .loading import say, target_from_options
 
     say(f"Loading the drafter {checkpoint} ...")
     drafter = Drafter.from_pretrained(checkpoint, dtype="auto", **hub).eval()
-    target, tokenizer = load_target(target_name, dtype, device)
+    target, tokenizer = target_from_options(target_name, dtype, device)
     drafter = drafter.to(device=target.device, dtype=target.dtype)
     prompts = []
     encoded: Any

@@ -23,7 +23,7 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def load_target(
+def target_from_options(
     name: str, dtype: str, device: str | None, threads: int | None = None
 ) -> tuple[GenerativeModel, PreTrainedTokenizerBase]:
     """
@@ -36,14 +36,13 @@ def load_target(
     say(f"Loading the target {name} ...")
     import torch
 
-    from dspark_hf.loading import default_device
-    from dspark_hf.loading import load_target as load
+    from dspark_hf.loading import default_device, load_target
 
     if threads is not None:
         torch.set_num_threads(threads)
     device = device or default_device()
     check_dtype_and_device(dtype, device)
-    return load(name, dtype, device)
+    return load_target(name, dtype, device)
 
 
 def load_language_model(name: str, like: PreTrainedModel, role: str) -> PreTrainedModel:

@@ -87,13 +87,13 @@ def profile(
     from dspark_hf.evaluation.costs import measure_costs
     from dspark_hf.scheduling import plot_curve
 
-    from .loading import attach, compile_models, load_drafter, load_target
+    from .loading import attach, compile_models, load_drafter, target_from_options
     from .running import counting, save_figure
 
     token_counts, row_counts = whole_numbers(tokens, "--tokens"), whole_numbers(rows, "--rows")
     folder = _folder_of(drafter) if save else None
     loaded = None if drafter is None else load_drafter(drafter)
-    model, _ = load_target(target, dtype, device, threads)
+    model, _ = target_from_options(target, dtype, device, threads)
     if loaded is not None:
         attach(loaded, model)
         if compile:

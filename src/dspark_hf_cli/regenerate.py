@@ -209,9 +209,9 @@ def _writer(
         return ServerRegenerator(server, target, settings, api_key)
     from dspark_hf.responses import Regenerator
 
-    from .loading import load_target
+    from .loading import target_from_options
 
-    return Regenerator(*load_target(target, dtype, device, threads), settings)
+    return Regenerator(*target_from_options(target, dtype, device, threads), settings)
 
 
 def _self_prompts(writer: Any, number: int, output: Path, settings: RegenerationSettings) -> Path:

@@ -194,6 +194,7 @@ class ShownProgress:
         from dataclasses import asdict
 
         from dspark_hf.evaluation.report import difference_text
+        from dspark_hf.training.history import duration
 
         if progress.difference is not None:
             self.console.print(f"different: {difference_text(asdict(progress.difference))}", highlight=False)
@@ -249,10 +250,3 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 180).print(table)
-
-
-def duration(seconds: float) -> str:
-    """`"1:02:03"` or `"02:03"`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

@@ -94,7 +94,7 @@ def serve_bench(
     from dspark_hf.storage.atomic import write_text
     from dspark_hf.storage.json_lines import check_origin
 
-    from .loading import attach, load_drafter, load_target, load_tasks
+    from .loading import attach, load_drafter, load_tasks, target_from_options
     from .running import counting, known_machine, machine_of, save_figure
 
     row_counts = whole_numbers(batches, "--batches")
@@ -110,7 +110,7 @@ def serve_bench(
     }
     check_origin(output / LOADS, settings | known_machine(dtype, device))
     loaded = load_drafter(drafter)
-    model, tokenizer = load_target(target, dtype, device, threads)
+    model, tokenizer = target_from_options(target, dtype, device, threads)
     attach(loaded, model)
     settings |= machine_of(model)
     prompt_ids = [Chat(tokenizer, prompt.system).ask(prompt.turns[0]) for prompt in task.prompts]

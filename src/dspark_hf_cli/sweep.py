@@ -71,7 +71,7 @@ def sweep(
     from dspark_hf.evaluation import BenchSettings, plain_method
     from dspark_hf.evaluation.figures import sweep_figure
 
-    from .loading import attach, labels_of, load_drafter, load_target, load_tasks
+    from .loading import attach, labels_of, load_drafter, load_tasks, target_from_options
     from .running import check_resumable, finish, run
 
     settings = BenchSettings(max_new_tokens, temperature, seed)
@@ -82,7 +82,7 @@ def sweep(
     methods = [plain_method()]
     for label, one in zip(labels_of(drafter), drafters, strict=True):
         methods += methods_over(one, label, over, values)
-    model, tokenizer = load_target(target, dtype, device, threads)
+    model, tokenizer = target_from_options(target, dtype, device, threads)
     for one in drafters:
         attach(one, model)
     document = run(model, tokenizer, methods, loaded_tasks, settings, output, others, check)

@@ -10,11 +10,11 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
+from dspark_hf.training.history import duration
 from dspark_hf_cli import exit_codes
 from dspark_hf_cli.app import app
 from dspark_hf_cli.bench import wrong_answers
 from dspark_hf_cli.loading import labels_of
-from dspark_hf_cli.running import duration
 
 WIDE = {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
 
@@ -231,4 +231,4 @@ def test_labels():
 
 
 def test_durations():
-    assert duration(61) == "01:01" and duration(3723) == "1:02:03"
+    assert duration(61) == "0:01:01" and duration(3723) == "1:02:03"

@@ -43,7 +43,7 @@ def nothing_is_loaded(monkeypatch):
     def load_target(*arguments):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(loading, "load_target", load_target)
+    monkeypatch.setattr(loading, "target_from_options", load_target)
 
 
 @pytest.mark.parametrize(

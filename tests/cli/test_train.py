@@ -114,7 +114,7 @@ def test_a_cache_says_its_size_first_and_refuses_a_full_disk(folders, responses,
 def test_other_features_in_the_folder_are_found_before_the_target_is_loaded(folders, responses, tmp_path, monkeypatch):
     arguments = ("cache-features", "-t", folders.target, "--data", responses, "-o", tmp_path / "c", "--device", "cpu")
     assert invoke(*arguments, "--target-layer-ids", "0,2").exit_code == 0
-    monkeypatch.setattr("dspark_hf_cli.loading.load_target", lambda *args: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("dspark_hf_cli.loading.target_from_options", lambda *args: pytest.fail("the target was loaded"))
     result = invoke(*arguments, "--target-layer-ids", "0,1")
     assert "target_layer_ids was [0, 2], now [0, 1]" in str(result.exception)
 

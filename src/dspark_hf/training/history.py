@@ -95,7 +95,7 @@ class LogLines(TrainerCallback):
 
 
 def duration(seconds: float) -> str:
-    """`"1:02:03"`."""
+    """Hours, minutes and seconds, as in `"1:02:03"`."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
