@@ -54,7 +54,7 @@ WRITTEN_FIELDS = (
 
 def write_config(config: DeepseekV4DrafterConfig) -> dict[str, Any]:
     """A target's configuration, as far as the drafter depends on it."""
-    written = {name: getattr(config, name) for name in (*LAYER_FIELDS, *SAME_FIELDS)}
+    written = config.named((*LAYER_FIELDS, *SAME_FIELDS))
     written |= FIXED | {
         "model_type": "deepseek_v4",
         "architectures": ["DeepseekV4ForCausalLM"],

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from ...configuration_drafter import is_positive
-from ...target_config import decoder_config
+from ...target_config import decoder_config, optional_field
 from ..dspark.configuration_dspark import BlockDrafterConfig
 
 
@@ -153,7 +153,7 @@ class DeepseekV4DrafterConfig(BlockDrafterConfig):
                 f"{cls.__name__} is for targets of the DeepSeek-V4 family, whose layers it has; this one is of type "
                 f"{text.model_type!r}. Use DSparkConfig.for_target."
             )
-        named = {name: getattr(text, name) for name in LAYER_FIELDS}
+        named = {name: optional_field(text, name) for name in LAYER_FIELDS}
         named["qk_rope_head_dim"] = rotated_channels(text.to_dict())
         return super()._fields_of_target(text) | named
 

@@ -100,7 +100,7 @@ class Eagle3Config(DecoderDrafterConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        given = [name for name in LATENT_SIZES if getattr(self, name) is not None]
+        given = [name for name, size in self.named(LATENT_SIZES).items() if size is not None]
         if given and len(given) < len(LATENT_SIZES):
             yield f"latent attention needs {', '.join(name for name in LATENT_SIZES if name not in given)} as well."
         if given and self.qk_norm:
