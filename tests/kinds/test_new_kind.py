@@ -113,7 +113,6 @@ KNOW_KINDS = {
     "dspark_hf",  # Registers them.
     "dspark_hf.generation.generators",
     "dspark_hf.generation.dspark_candidate_generator",
-    "dspark_hf.generation.dspark_context",
     "dspark_hf.generation.dflash2_candidate_generator",
     "dspark_hf.generation.eagle3_candidate_generator",
     "dspark_hf_cli.inspect",  # The probe of each kind.
