@@ -241,6 +241,7 @@ class DrafterModel(PreTrainedModel):
             draft_token_ids=self.draft_token_ids,
             head_is_reduced=self.lm_head is not None,
             raw_embeddings=self.config.raw_embeddings,
+            compute_dtype=None if target is None else target.dtype,
         )
         if target is not None:
             self._binding = (weakref.ref(target), embeddings)
@@ -264,7 +265,7 @@ class DrafterModel(PreTrainedModel):
         A shallow copy of this drafter that contains copies of the embedding and LM head that this one borrows.
 
         Raises:
-            ValueError: when the drafter is not bound, or the target's modules are quantized or offloaded.
+            ValueError: when the drafter is not bound, or the target's modules are quantized or offloaded, or have an adapter.
         """
         embeddings = self.bind()
         twin = copy.copy(self)

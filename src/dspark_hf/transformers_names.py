@@ -7,7 +7,9 @@ with transformers' models are here too.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -110,6 +112,28 @@ def with_experts(model_class: type[ModelClass]) -> type[ModelClass]:
 def has_device_hook(module: torch.nn.Module) -> bool:
     """Whether accelerate moves the module's inputs to the device of its weights (`device_map`, offloading)."""
     return hasattr(module, "_hf_hook")
+
+
+def on_its_device(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, the weights of a module that accelerate offloads can be read."""
+    if not has_device_hook(module):
+        return contextlib.nullcontext()
+    from accelerate.utils import align_module_device  # Hooks are there, so accelerate is.
+
+    context: contextlib.AbstractContextManager[None] = align_module_device(module)
+    return context
+
+
+def compute_device(model: Any) -> torch.device:
+    """The device that a model takes its inputs on: not `meta`, where weights are that accelerate offloads."""
+    device = torch.device(model.device)
+    if device.type != "meta":
+        return device
+    hooks = [module._hf_hook for module in model.modules() if has_device_hook(module)]
+    for hook in itertools.chain.from_iterable(getattr(hook, "hooks", [hook]) for hook in hooks):
+        if getattr(hook, "execution_device", None) is not None:
+            return torch.device(hook.execution_device)
+    return device
 
 
 def has_hooks(model: torch.nn.Module) -> bool:

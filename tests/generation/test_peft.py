@@ -7,7 +7,7 @@ import torch
 from generation import rig
 
 import tiny
-from dspark_hf import record_speculation
+from dspark_hf import DSparkDrafter, record_speculation
 
 peft = pytest.importorskip("peft")
 # peft asks transformers for an attribute by its old name.
@@ -68,3 +68,17 @@ def test_a_drafter_with_lora_drafts_through_its_adapter():
             assert torch.equal(target.generate(**tiny.prompt(), **GREEDY, assistant_model=assistant), plain)
         confidences.append(stats.rounds[0].confidence)
     assert confidences[0] != pytest.approx(confidences[1], abs=1e-3)
+
+
+@pytest.mark.parametrize("where", ["lm_head", "embed_tokens"])
+def test_a_head_or_embedding_with_an_adapter_is_not_copied(where, tmp_path):
+    target = tiny.qwen3(num_hidden_layers=2)
+    config = peft.LoraConfig(target_modules=[where], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(target, config)
+    drafter = tiny.random_drafter(rig.target())
+    drafter.bind(target)
+    with pytest.raises(ValueError, match="or has an adapter"):
+        drafter.save_pretrained(tmp_path, include_embeddings=True)
+    drafter.bind(wrapped.merge_and_unload())
+    drafter.save_pretrained(tmp_path, include_embeddings=True)
+    assert DSparkDrafter.from_pretrained(tmp_path).lm_head is not None

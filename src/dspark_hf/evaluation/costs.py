@@ -16,6 +16,7 @@ from ..generation.generators import generator_of
 from ..scheduling import ThroughputCurve
 from ..scheduling.throughput_curve import DEFAULT_TOKEN_COUNTS
 from ..tapping import Tap
+from ..transformers_names import compute_device
 from .meter import synchronize
 
 DEFAULT_ROW_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -104,17 +105,18 @@ def drafting_seconds(
     processors = [LogitsProcessorList()] * num_rows
     generator = generator_of(drafter)(drafter, target, processors, want_confidence=True)
     width = drafter.config.target_hidden_size * drafter.config.num_taps
-    features = torch.randn(num_rows, context_length, width, dtype=target.dtype, device=target.device)
+    features = torch.randn(num_rows, context_length, width, dtype=target.dtype, device=compute_device(target))
     ids = [
-        torch.randint(drafter.config.vocab_size, (1, context_length + 1), device=target.device) for _ in range(num_rows)
+        torch.randint(drafter.config.vocab_size, (1, context_length + 1), device=compute_device(target))
+        for _ in range(num_rows)
     ]
     generator.context.add_prompt(features, None)
     times = []
     for _ in range(2 + num_repeats):
-        synchronize(target.device)
+        synchronize(compute_device(target))
         started = time.perf_counter()
         generator.draft(ids, [drafter.config.num_draft_tokens] * num_rows)
         generator.context.add(list(features[:, :_COMMITTED]), [_COMMITTED] * num_rows)
-        synchronize(target.device)
+        synchronize(compute_device(target))
         times.append(time.perf_counter() - started)
     return statistics.median(times[2:])

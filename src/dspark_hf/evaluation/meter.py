@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..transformers_names import compute_device
+
 
 @dataclass
 class Meter:
@@ -34,7 +36,7 @@ class Meter:
 @contextlib.contextmanager
 def measured(target: PreTrainedModel) -> Iterator[Meter]:
     """Measures what happens inside the `with` block. The meter is complete when the block ends."""
-    meter, device = Meter(), target.device
+    meter, device = Meter(), compute_device(target)
     is_first = True
 
     def after_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

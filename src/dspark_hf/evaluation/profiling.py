@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..generation import StageClock
 from ..generation.telemetry import InnerStage
-from ..transformers_names import GenerativeModel
+from ..transformers_names import GenerativeModel, compute_device
 from .meter import synchronize
 from .methods import Method
 from .runner import BenchSettings, answer
@@ -33,7 +33,7 @@ def profile_methods(
         if method.drafter is None:
             continue
         answer(target, tokenizer, method, tasks[0].prompts[0], settings)  # warms up
-        clock = StageClock(functools.partial(synchronize, target.device))
+        clock = StageClock(functools.partial(synchronize, compute_device(target)))
         num_rounds = 0
         for task in tasks:
             for index, prompt in enumerate(task.prompts[:num_prompts]):

@@ -26,6 +26,7 @@ from ..training.anchors import Anchors, anchor_candidates, draft_positions, gath
 from ..training.features import TargetFeatures, target_features
 from ..training.losses import draft_indices
 from ..training.target_logits import LogitRule, logit_rule
+from ..transformers_names import compute_device
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def replay(
     Raises:
         ValueError: when the answer was not sampled from the target alone (several turns with gaps are refused).
     """
-    input_ids = torch.as_tensor(row["input_ids"], device=target.device).long()[None]  # [1, T]
-    loss_mask = torch.as_tensor(row["loss_mask"], device=target.device).bool()[None]
+    input_ids = torch.as_tensor(row["input_ids"], device=compute_device(target)).long()[None]  # [1, T]
+    loss_mask = torch.as_tensor(row["loss_mask"], device=compute_device(target)).bool()[None]
     positions = anchor_candidates(loss_mask)[0].nonzero().squeeze(-1)  # [A]
     if len(positions) > 1 and bool((positions.diff() != 1).any()):
         raise ValueError(

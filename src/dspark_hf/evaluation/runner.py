@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..conversations.chat import Chat
 from ..generation.telemetry import StageClock, record_speculation
-from ..transformers_names import CACHE_KEY, GenerativeModel
+from ..transformers_names import CACHE_KEY, GenerativeModel, compute_device
 from .meter import measured
 from .methods import PLAIN, Method
 from .records import Difference, Record, RecordFile, Turn
@@ -155,7 +155,7 @@ def answer(
     torch.manual_seed(settings.seed * 1_000_003 + index)
     chat, cache, turns = Chat(tokenizer, prompt.system), None, []
     for text in prompt.turns:
-        input_ids = chat.ask(text).to(target.device)
+        input_ids = chat.ask(text).to(compute_device(target))
         kwargs = settings.arguments() | method.arguments
         if cache is not None and method.keeps_cache:
             kwargs[CACHE_KEY] = cache
@@ -283,7 +283,7 @@ def first_difference(
         gap = None
         if first is not None and second is not None:
             prefix = torch.cat([prompt_ids, torch.tensor(expected.output_ids[:position], dtype=torch.long)])
-            logits = target(input_ids=prefix[None].to(target.device)).logits[0, -1].float()
+            logits = target(input_ids=prefix[None].to(compute_device(target))).logits[0, -1].float()
             gap = float(logits[first] - logits[second])
         return Difference(other.task, other.prompt, other.method, number, position, first, second, gap)
     return None

@@ -25,7 +25,7 @@ from ..scheduling import (
     ThroughputScheduler,
 )
 from ..storage.json_lines import ResumableLines
-from ..transformers_names import GenerativeModel
+from ..transformers_names import GenerativeModel, compute_device
 from .costs import measure_costs
 from .meter import measured
 from .methods import Method, plain_method
@@ -133,7 +133,7 @@ def run_serving(
     """
     total = len(batches) * len(methods) * num_repeats
     for batch in batches:
-        inputs = batch_of(prompt_ids, batch, target.device)
+        inputs = batch_of(prompt_ids, batch, compute_device(target))
         wanted = [key for method in methods for key in [(batch, method.name, r) for r in range(num_repeats)]]
         if all(key in file.loads for key in wanted):
             continue

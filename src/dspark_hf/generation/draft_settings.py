@@ -18,6 +18,7 @@ from ..scheduling import (
     build_scheduler,
 )
 from ..target_config import optional_field
+from ..transformers_names import compute_device
 
 logger = logging.get_logger(__name__)
 
@@ -100,7 +101,7 @@ def backoff_of(
     if not isinstance(costs, ThroughputCurve):
         costs = curve_of(drafter, target)
     if costs is None:
-        costs = ThroughputCurve.assumed(_relative_size(drafter, target), target.device.type != "cpu")
+        costs = ThroughputCurve.assumed(_relative_size(drafter, target), compute_device(target).type != "cpu")
     elif not costs.drafting:
         costs = costs.with_assumed_drafting(_relative_size(drafter, target))
     return RowsBackoff(costs, num_rows)

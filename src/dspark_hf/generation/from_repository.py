@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.reading import HUB_ARGUMENTS
 from ..drafter import Drafter
-from ..transformers_names import GenerativeModel
+from ..transformers_names import GenerativeModel, compute_device
 
 # The drafters loaded for each target, by name; deleted with the target.
 _drafters: WeakKeyDictionary[PreTrainedModel, dict[Any, Drafter]] = WeakKeyDictionary()
@@ -41,8 +41,8 @@ def generate_with(model: GenerativeModel, drafter: Any = None, **kwargs: Any) ->
 
 
 def _load(model: GenerativeModel, name: str, hub: dict[str, Any]) -> Drafter:
-    key = (name, hub.get("revision"), hub.get("subfolder"), model.dtype, model.device)
+    key = (name, hub.get("revision"), hub.get("subfolder"), model.dtype, compute_device(model))
     loaded = _drafters.setdefault(model, {})
     if key not in loaded:
-        loaded[key] = Drafter.from_pretrained(name, dtype=model.dtype, **hub).to(model.device).eval()
+        loaded[key] = Drafter.from_pretrained(name, dtype=model.dtype, **hub).to(compute_device(model)).eval()
     return loaded[key]

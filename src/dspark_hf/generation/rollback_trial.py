@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ..transformers_names import CACHE_KEY, hides_columns, is_stateful
+from ..transformers_names import CACHE_KEY, compute_device, hides_columns, is_stateful
 from .requirements import refuse
 from .rollback import Rollback, has_states, is_own_layer
 
@@ -63,7 +63,7 @@ def check_target(model: PreTrainedModel, cache: Cache, attention_mask: torch.Ten
 @torch.no_grad()
 def is_exact(model: PreTrainedModel) -> bool:
     """Whether tokens that are fed together, and again after a rejection, get the logits that each gets alone."""
-    ids = torch.arange(1, _PROMPT + _ROUND + 1, device=model.device)[None]
+    ids = torch.arange(1, _PROMPT + _ROUND + 1, device=compute_device(model))[None]
     ids = ids % model.config.get_text_config(decoder=True).vocab_size
     try:
         alone = PromptedTarget(model, ids[:, :_PROMPT])

@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function
 from ..ragged.attention import RaggedMask
 from ..ragged.cache import RaggedCache
 from ..ragged.plan import Group
-from ..transformers_names import CACHE_KEY, attention_name
+from ..transformers_names import CACHE_KEY, attention_name, compute_device
 from .rollback_trial import PromptedTarget, is_near
 
 _shares_rightly: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
@@ -154,8 +154,8 @@ def _has_all_states(layer: Any) -> bool:
 def _is_right(model: PreTrainedModel) -> bool:
     """Whether two rows of different lengths get the logits that each gets alone, also after drafts were rejected."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(1, 25, device=model.device).view(2, 12) % vocab_size
-    positions = torch.arange(5, device=model.device).expand(2, 5)
+    ids = torch.arange(1, 25, device=compute_device(model)).view(2, 12) % vocab_size
+    positions = torch.arange(5, device=compute_device(model)).expand(2, 5)
     try:
         alone = []
         for row in ids.split(1):

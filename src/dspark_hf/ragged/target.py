@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 from transformers.utils import logging
 
 from ..target_config import layer_types, optional_field, shares_keys
-from ..transformers_names import CACHE_KEY
+from ..transformers_names import CACHE_KEY, compute_device
 from .attention import NotPackable, RaggedMask
 from .cache import RaggedCache
 from .exchange import attention_in_place, can_exchange_attention, following
@@ -154,7 +154,7 @@ class RaggedTarget:
 @torch.no_grad()
 def _is_right(model: PreTrainedModel, num_layers: int) -> bool:
     """Whether two short rows in one pass get the same logits as each row alone."""
-    ids = torch.arange(1, 11, device=model.device) % model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(1, 11, device=compute_device(model)) % model.config.get_text_config(decoder=True).vocab_size
     cache = RaggedCache(num_layers, 2)
     target = RaggedTarget(model, cache)
     try:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ..ragged.cache import RaggedCache
 from ..ragged.target import RaggedTarget
+from ..transformers_names import compute_device
 from .requests import Completion, Request
 from .token_sampling import Sampling, draw_uniforms, sample_tokens
 
@@ -73,7 +74,7 @@ class SlotDecoder:
         on_tokens: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.target = target
-        self.device = target.device
+        self.device = compute_device(target)
         self.sampling = sampling
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_slots = slots

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ..transformers_names import GenerativeModel
+from ..transformers_names import GenerativeModel, compute_device
 from .requests import Completion, Request
 from .token_sampling import Sampling
 
@@ -62,8 +62,8 @@ class PlainDecoder:
         torch.manual_seed(batch[0].seed)
         sampling = asdict(self.sampling) if self.sampling.do_sample else {"do_sample": False}
         output = self.target.generate(
-            input_ids=input_ids.to(self.target.device),
-            attention_mask=mask.to(self.target.device),
+            input_ids=input_ids.to(compute_device(self.target)),
+            attention_mask=mask.to(compute_device(self.target)),
             max_new_tokens=max(request.max_new_tokens for request in batch),
             eos_token_id=self.eos_token_ids or None,
             pad_token_id=pad_id,

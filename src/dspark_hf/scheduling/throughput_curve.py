@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..storage.atomic import write_text
-from ..transformers_names import CACHE_KEY, attention_name, is_stateful
+from ..transformers_names import CACHE_KEY, attention_name, compute_device, is_stateful
 
 DEFAULT_TOKEN_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -309,7 +309,7 @@ class _PassTimer:
 
     def __init__(self, target: Any, forward: Any, num_rows: int, context_length: int, forward_kwargs: dict[str, Any]):
         self._forward = forward
-        self._device = torch.device(target.device)
+        self._device = compute_device(target)
         self._num_rows = num_rows
         self._vocab_size = target.config.get_text_config(decoder=True).vocab_size
         self._kwargs = {"use_cache": True} | forward_kwargs
@@ -374,7 +374,7 @@ def describe(target: Any) -> dict[str, Any]:
     """Describes the target and the machine for which a curve measured now is valid."""
     import transformers
 
-    device = torch.device(target.device)
+    device = compute_device(target)
     return {
         "model": target.config.name_or_path or type(target).__name__,
         "config_hash": config_hash(target.config),

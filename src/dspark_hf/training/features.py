@@ -34,6 +34,7 @@ from ..embeddings import SharedEmbeddings, target_embeddings
 from ..storage.atomic import whole_file, write_text
 from ..storage.single_writer import single_writer
 from ..tapping import Tap
+from ..transformers_names import compute_device
 from .anchors import counted_drafts, draft_positions, row_generator, sample_anchors, stack_anchors
 from .collator import pad_rows
 from .target_logits import LogitRule, logit_rule
@@ -377,7 +378,7 @@ class CachedFeatureDataset(Dataset[dict[str, Any]]):
         indices, ids = [layer_id + 1 for layer_id in self.index["target_layer_ids"]], tensors["input_ids"]
         if self.index.get("tap_before_norm"):
             indices[-1] += 1
-        found = target_features(target, indices, ids[None, : len(cached)].to(target.device))
+        found = target_features(target, indices, ids[None, : len(cached)].to(compute_device(target)))
         own = found.context_features[0].float().cpu().unflatten(-1, (-1, width))
         return float(((cached - own).norm(dim=-1) / own.norm(dim=-1)).median())
 
@@ -493,7 +494,9 @@ class _ShardWriter:
         tokens = [_tokens(row) for row in rows]
         length = max(1, *(len(ids) for ids, _ in tokens))
         ids = pad_rows([ids for ids, _ in tokens], length)
-        features = target_features(self.target, self.plan.config.hidden_state_indices, ids.to(self.target.device))
+        features = target_features(
+            self.target, self.plan.config.hidden_state_indices, ids.to(compute_device(self.target))
+        )
         for index, (row, (ids, loss_mask)) in enumerate(zip(rows, tokens)):
             anchor_mask = self.plan.anchor_mask(row)
             kept = self.plan.compared_mask(loss_mask, anchor_mask)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..embeddings import target_embeddings
 from ..target_config import logit_softcap
+from ..transformers_names import compute_device
 
 _TOKENS = 16  # Tokens of the text used for measuring.
 _SAME = 5e-3  # A factor closer to 1 than this counts as 1, because 16-bit logits are not more precise.
@@ -52,7 +53,7 @@ def logit_rule(target: PreTrainedModel) -> LogitRule:
     text = target.config.get_text_config(decoder=True)
     softcap = logit_softcap(text)
     lm_head = target_embeddings(target)[1]
-    ids = torch.arange(1, 1 + _TOKENS, device=target.device)[None] % text.vocab_size  # [1, T]
+    ids = torch.arange(1, 1 + _TOKENS, device=compute_device(target))[None] % text.vocab_size  # [1, T]
     theirs = target(input_ids=ids, use_cache=False).logits.double()  # [1, T, V]
     states = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
     head = lm_head(states).to(theirs.device).double()

@@ -27,7 +27,7 @@ from ..hub import write_card
 from ..hub.card import CARD_FILE
 from ..number_types import floating_dtype
 from ..storage.atomic import is_write_error, reason, whole_file, whole_files
-from ..transformers_names import GenerativeModel, TrainerHooks, has_own_adapter
+from ..transformers_names import GenerativeModel, TrainerHooks, compute_device, has_device_hook, has_own_adapter
 from .adaptation import load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
@@ -99,7 +99,8 @@ class DSparkTrainer(TrainerHooks, Trainer):
         if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
             logger.warning("The drafter's 16-bit weights are trained as float32; bf16=True computes in bfloat16.")
             model.float()
-        if getattr(target, "hf_device_map", None) is None and not getattr(target, "is_quantized", False):
+        is_placed = getattr(target, "hf_device_map", None) is not None or any(map(has_device_hook, target.modules()))
+        if not is_placed and not getattr(target, "is_quantized", False):
             target.to(args.device)  # type: ignore[arg-type]  # Declared without `self`.
         self.target = target.eval().requires_grad_(False)
         self._logit_rule = logit_rule(target)
@@ -250,7 +251,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
             return inputs
         input_ids = inputs["input_ids"]
         features = target_features(
-            self.target, self.model.config.hidden_state_indices, input_ids.to(self.target.device)
+            self.target, self.model.config.hidden_state_indices, input_ids.to(compute_device(self.target))
         )
         # The target may be on another GPU, spread over several, or offloaded.
         return inputs | {key: value.to(input_ids.device) for key, value in features._asdict().items()}

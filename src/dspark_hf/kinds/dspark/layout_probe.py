@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ...draft_cache import DraftCache
 from ...tapping import Tap
-from ...transformers_names import GenerativeModel
+from ...transformers_names import GenerativeModel, compute_device
 from .modeling_dspark import DSparkDrafter
 
 
@@ -94,7 +94,7 @@ def probe_layout(
         raise ValueError(f"block_size={config.block_size}: a block of one slot has one layout only.")
     matches: dict[bool, list[int]] = {True: [], False: []}
     for prompt in prompts:
-        sequence = target.generate(prompt.to(target.device), max_new_tokens=max_new_tokens, do_sample=False)
+        sequence = target.generate(prompt.to(compute_device(target)), max_new_tokens=max_new_tokens, do_sample=False)
         tap = Tap(target, config.hidden_state_indices)
         with tap.reading():
             output = target(sequence, output_hidden_states=tap.argument)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...tapping import Tap
-from ...transformers_names import GenerativeModel
+from ...transformers_names import GenerativeModel, compute_device
 from .configuration_eagle3 import depth_taps
 from .modeling_eagle3 import Eagle3Drafter
 
@@ -107,7 +107,7 @@ def probe_taps(
     accepted: dict[Taps, list[int]] = {taps: [] for taps in choices}
     num_drafts = drafter.config.num_draft_tokens
     for prompt in prompts:
-        sequence = target.generate(prompt.to(target.device), max_new_tokens=max_new_tokens, do_sample=False)
+        sequence = target.generate(prompt.to(compute_device(target)), max_new_tokens=max_new_tokens, do_sample=False)
         with tap.reading():
             output = target(sequence, output_hidden_states=tap.argument)
         sequence = sequence.to(drafter.device)

@@ -1,0 +1,129 @@
+"""Targets as people load them: offloaded, quantized, in training mode, with adapters. Each is exact or refused by name."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from generation import rig
+from torch import nn
+
+import tiny
+from dspark_hf.training.features import target_features
+from dspark_hf.training.target_logits import logit_rule
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+
+
+def assert_exact(target, **kwargs):
+    """One row and three, with all kinds of drafters, and samples that only have to run."""
+    rig.compare(target, max_new_tokens=16, **kwargs)
+    rig.compare(target, max_new_tokens=16, kinds=rig.EAGLE3_KINDS, **kwargs)
+    for fields in ({"draft_vocab_size": 60}, {"raw_embeddings": True}):
+        rig.compare(target, kinds=("rejecting",), drafter_fields=fields, **kwargs)
+    assert_rows_exact(target, **kwargs)
+    target.generate(
+        **tiny.prompt(), do_sample=True, max_new_tokens=8, top_k=20, assistant_model=tiny.random_drafter(target)
+    )
+
+
+def assert_rows_exact(target, **kwargs):
+    inputs = tiny.left_padded(tiny.prompt(9), tiny.prompt(5, seed=1), tiny.prompt(7, seed=2))
+    plain = target.generate(**inputs, **GREEDY, **kwargs)
+    masks = inputs["attention_mask"].bool().tolist()
+    scripts = [row[-sum(mask) - 16 :] for row, mask in zip(plain.tolist(), masks, strict=True)]
+    for kind, drafter in rig.drafters_of_rows(target, scripts).items():
+        assert torch.equal(target.generate(**inputs, **GREEDY, **kwargs, assistant_model=drafter), plain), kind
+
+
+# ---------------------------------------------------------------------- offloaded
+
+
+def offloaded(target, where, folder):
+    accelerate = pytest.importorskip("accelerate")
+    device = torch.device("cpu")
+    if where == "cpu":
+        return accelerate.cpu_offload(target, execution_device=device)
+    return accelerate.disk_offload(target, folder, execution_device=device)
+
+
+@pytest.mark.parametrize(("family", "where"), [("gemma3", "cpu"), ("qwen3_5", "disk")])
+def test_every_weight_is_offloaded(family, where, tmp_path):
+    target = offloaded(tiny.TARGETS[family](), where, tmp_path)
+    assert target.device.type == "meta"
+    assert_exact(target)
+
+
+def test_training_reads_an_offloaded_target(tmp_path):
+    plain = tiny.gemma3()
+    target = offloaded(tiny.gemma3(), "disk", tmp_path)
+    assert logit_rule(target) == logit_rule(plain)
+    drafter, twin = tiny.random_drafter(plain), tiny.random_drafter(plain)
+    ids = tiny.prompt()["input_ids"]
+    states = [target_features(model, [1, 3], ids).last_hidden_states for model in (target, plain)]
+    torch.testing.assert_close(*states)
+    logits = [d.bind(t).target_logits(states[0]) for d, t in ((drafter, target), (twin, plain))]
+    torch.testing.assert_close(*logits)
+
+
+def test_what_is_offloaded_is_not_copied(tmp_path):
+    drafter = tiny.random_drafter(rig.target())
+    drafter.bind(offloaded(tiny.qwen3(), "disk", tmp_path / "weights"))
+    with pytest.raises(ValueError, match=r"LM head \(Linear\) is quantized or offloaded"):
+        drafter.save_pretrained(tmp_path / "drafter", include_embeddings=True)
+
+
+# ---------------------------------------------------------------------- quantized heads and embeddings
+
+
+class Packed(nn.Module):
+    """A quantized linear layer whose weight has no name that a plain layer has, and which takes one dtype alone."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.dtype = linear.in_features, linear.weight.dtype
+        self.register_buffer("scale", linear.weight.abs().amax(dim=1) / 127)
+        self.register_buffer("packed", (linear.weight / self.scale[:, None]).round().to(torch.int8))
+
+    def forward(self, states):
+        assert states.dtype == self.dtype, "as kernels that take one dtype"
+        return states @ (self.packed.to(self.dtype) * self.scale[:, None]).T
+
+
+def test_a_packed_head_gets_the_dtype_of_the_target():
+    target = tiny.qwen3(num_hidden_layers=2)
+    target.lm_head = Packed(target.lm_head)
+    for drafter_dtype in (torch.float32, torch.bfloat16):
+        for fields in ({}, {"draft_vocab_size": 60}):
+            drafter = tiny.random_drafter(rig.target(), **fields).to(drafter_dtype)
+            drafted = target.generate(**tiny.prompt(), **GREEDY, assistant_model=drafter)
+            assert torch.equal(drafted, target.generate(**tiny.prompt(), **GREEDY))
+    with pytest.raises(ValueError, match=r"LM head \(Packed\) is quantized"):
+        drafter.owning_embeddings()
+
+
+def test_a_float8_weight_says_nothing_about_the_dtype_of_the_states():
+    class Float8Linear(nn.Linear):
+        def forward(self, states):
+            assert states.dtype == torch.float32
+            return states @ self.weight.to(torch.float32).T
+
+    target = tiny.qwen3(num_hidden_layers=2)
+    head = Float8Linear(tiny.HIDDEN_SIZE, tiny.VOCAB_SIZE, bias=False)
+    head.weight = nn.Parameter(target.lm_head.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    target.lm_head = head
+    rig.compare(target)
+
+
+def test_stored_rows_of_a_quantized_embedding_are_refused():
+    class PackedEmbedding(nn.Embedding):
+        """Holds the rows as bytes, somewhere else."""
+
+    target = tiny.qwen3(num_hidden_layers=2)
+    embedding = PackedEmbedding.from_pretrained(target.model.embed_tokens.weight.to(torch.float8_e4m3fn))
+    embedding.forward = functools.partial(nn.functional.embedding, weight=target.model.embed_tokens.weight)
+    target.model.embed_tokens = embedding
+    message = rig.refusing(target, drafter=tiny.random_drafter(rig.target(), raw_embeddings=True))
+    assert "PackedEmbedding are quantized" in message
+    rig.compare(target)
