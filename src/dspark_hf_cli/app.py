@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from . import exit_codes
+from .adapt import adapt
 from .bench import bench
 from .cache_features import cache_features
 from .calibrate import calibrate
@@ -72,6 +73,7 @@ app.command(cls=Command, rich_help_panel=USING)(chat)
 app.command(cls=Command, rich_help_panel=TRAINING)(regenerate)
 app.command(cls=Command, rich_help_panel=TRAINING)(cache_features)
 app.command(cls=Command, rich_help_panel=TRAINING)(train)
+app.command(cls=Command, rich_help_panel=TRAINING)(adapt)
 app.command(cls=Command, rich_help_panel=TRAINING)(calibrate)
 app.command(cls=Command, rich_help_panel=MEASURING)(bench)
 app.command(cls=Command, rich_help_panel=MEASURING)(serve_bench)

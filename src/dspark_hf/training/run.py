@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TrainerCallback,
     TrainerState,
     set_seed,
 )
@@ -56,12 +58,18 @@ class TrainingRun:
     metrics: dict[str, float]
 
 
-def train(command: TrainCommand) -> TrainingRun:
+def train(
+    command: TrainCommand,
+    loaded: tuple[GenerativeModel, PreTrainedTokenizerBase] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> TrainingRun:
     """
     Trains a drafter, or resumes an interrupted run, and saves it in `output_dir`.
 
     Args:
         command: From [`~dspark_hf.training.options.train_command`].
+        loaded: The target and its tokenizer, if they are loaded already.
+        callbacks: Further callbacks of the trainer.
 
     Raises:
         ValueError: when target, drafter, data and options do not fit one another.
@@ -69,7 +77,7 @@ def train(command: TrainCommand) -> TrainingRun:
     options, arguments = command.options, command.arguments
     set_seed(arguments.seed)
     check_before_loading(command)
-    target, tokenizer = load_frozen_target(options)
+    target, tokenizer = loaded or load_frozen_target(options)
     start, has_new_vocabulary = starting_drafter(command, target, tokenizer)
     data = load_data(command, start.config, target, tokenizer)
     checkpoint = checkpoint_of(command)
@@ -98,7 +106,7 @@ def train(command: TrainCommand) -> TrainingRun:
         train_dataset=joined([source for source, _, _ in data], [trained for _, trained, _ in data]),
         eval_dataset=held_out,
         processing_class=tokenizer,
-        callbacks=[CsvLog()],
+        callbacks=[CsvLog(), *callbacks],
     )
     if not take_finished(trainer, checkpoint):
         trainer.train(resume_from_checkpoint=checkpoint)
