@@ -187,9 +187,9 @@ class _Run:
         counts = {share: len(read_rows(file)) for share, file in shares.items()}
         if min(counts.values()) < LEAST_ANSWERS:
             raise ValueError(
-                f"{sum(counts.values())} answered prompts are too few: {counts[TRAIN]} would be trained on, {counts[CHOOSE]} would "
-                f"choose the best checkpoint and {counts[COMPARE]} would compare, and each takes {LEAST_ANSWERS} or more. "
-                "Give more prompts, or hold out another share."
+                f"{sum(counts.values())} answered prompts are too few: {counts[TRAIN]} to train on, {counts[CHOOSE]} to choose "
+                f"the best checkpoint and {counts[COMPARE]} to compare with, where each needs {LEAST_ANSWERS}. Give more "
+                "prompts, or another share for held_out."
             )
 
     def encoded(self, file: Path) -> list[dict[str, Any]]:
@@ -329,8 +329,8 @@ class Plan:
             f"{n} ({theirs.get(n)} there, {v} here)" for n, v in self.settings.items() if theirs.get(n) != v
         ]:
             raise ValueError(
-                f"'{file.parent}' holds an adaptation with other settings: {', '.join(different)}. Use the same ones to resume it, "
-                "or another output folder."
+                f"'{file.parent}' holds an adaptation with other settings: {', '.join(different)}. Use the same settings to "
+                "resume it, or another output folder."
             )
         self.steps = written["steps"]
 
