@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import ANSWERS, DATA, OUTPUT, Device, Drafter, Dtype, Json, Seed, Target, Thinking, Threads
+from .options import (
+    ANSWERS,
+    DATA,
+    MACHINE,
+    OUTPUT,
+    Device,
+    Drafter,
+    Dtype,
+    Json,
+    NumAnchors,
+    Seed,
+    Target,
+    Thinking,
+    Threads,
+)
 
 if TYPE_CHECKING:
     from dspark_hf.adapting import Adaptation
@@ -86,6 +100,7 @@ def adapt(
             "Use the one that you generate with.",
         ),
     ] = None,
+    num_anchors: NumAnchors = 32,
     seed: Seed = 0,
     minutes: Annotated[
         float,
@@ -124,13 +139,6 @@ def adapt(
             min=0.0, metavar="RATE", rich_help_panel=TRAINING, help="Peak learning rate: 1.5e-3, or 1e-3 with LoRA."
         ),
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", rich_help_panel=TRAINING, help="Conversations per step.")
-    ] = 8,
-    num_anchors: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", rich_help_panel=TRAINING, help="Blocks per conversation and step."),
-    ] = 32,
     set: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,6 +147,9 @@ def adapt(
             help="Any other training argument, as for `dspark-hf train`, such as bf16=true. May be given several times.",
         ),
     ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, metavar="N", rich_help_panel=MACHINE, help="Conversations per training step.")
+    ] = 8,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,

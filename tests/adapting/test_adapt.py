@@ -4,8 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-
 import tiny_folders
+
+import tiny
 from dspark_hf import Drafter
 from dspark_hf.adapting import AdaptSettings, adapt
 
@@ -100,9 +101,11 @@ def test_lora_is_merged(folders, prompts, tmp_path):
 
 
 def test_a_drafter_without_confidences_is_not_calibrated(folders, prompts, tmp_path):
-    found = adapt(
-        settings(folders, prompts, tmp_path / "out", drafter=str(folders.dflash), general_prompts=0, max_steps=4)
+    tiny.random_drafter(tiny.bigram(), enable_confidence_head=False).save_pretrained(tmp_path / "unsure")
+    given = settings(
+        folders, prompts, tmp_path / "out", drafter=str(tmp_path / "unsure"), general_prompts=0, max_steps=4
     )
+    found = adapt(given)
     assert found.calibration is None and Drafter.from_pretrained(found.folder).config.confidence_temperatures is None
 
 

@@ -34,5 +34,9 @@ def test_one_row_per_answer():
     row = {"input_ids": torch.arange(9), "loss_mask": torch.tensor([0, 0, 1, 1, 0, 0, 1, 1, 1])}
     first, second = single_answers([row])
     assert first["input_ids"].tolist() == [0, 1, 2, 3] and first["loss_mask"].tolist() == [False, False, True, True]
-    assert second["input_ids"].tolist() == list(range(9)) and second["loss_mask"].nonzero().flatten().tolist() == [6, 7, 8]
+    assert second["input_ids"].tolist() == list(range(9)) and second["loss_mask"].nonzero().flatten().tolist() == [
+        6,
+        7,
+        8,
+    ]
     assert not list(single_answers([{"input_ids": torch.arange(3), "loss_mask": torch.zeros(3)}]))

@@ -124,11 +124,12 @@ class _Run:
         self.before.float()
         self.rows = list(islice(read_prompts(settings.prompts), settings.max_prompts))
         self.plan = Plan(self.folder / "plan.json", settings)
+        self.device = settings.device or default_device()
+        train_command(self.training([settings.prompts], self.folder / "run", 1))  # Unknown names are found early.
         say(f"Loading the target {settings.target} ...")
-        device = settings.device or default_device()
         self.target: GenerativeModel
         self.tokenizer: PreTrainedTokenizerBase
-        self.target, self.tokenizer = load_target(settings.target, settings.dtype, device)
+        self.target, self.tokenizer = load_target(settings.target, settings.dtype, self.device)
         self.before.to(self.target.device).bind(self.target)
 
     def finish(self) -> Adaptation:
@@ -249,7 +250,7 @@ class _Run:
             "lr_scheduler_type": "cosine",
             "matrix_optimizer": "adamw" if is_lora or not has_muon() else "muon",
             "lora_rank": settings.lora_rank,
-            "use_cpu": self.target.device.type == "cpu",
+            "use_cpu": torch.device(self.device).type == "cpu",
             "report_to": ["none"],
             "seed": settings.seed,
         }
