@@ -23,6 +23,7 @@ from .target_config import (
     logit_softcap,
     max_length,
     mlp_width,
+    num_decoder_layers,
     optional_field,
     rope_theta,
 )
@@ -304,7 +305,7 @@ class DrafterConfig(PreTrainedConfig):
         if unknown := sorted(overrides.keys() - {field.name for field in dataclasses.fields(cls)}):
             raise ValueError(f"{cls.__name__} has no {', '.join(unknown)}.")
         if target_layer_ids is None:
-            target_layer_ids = spread_layer_ids(text.num_hidden_layers)
+            target_layer_ids = spread_layer_ids(num_decoder_layers(text))
         fields = cls._fields_of_target(text) | {
             "target_name_or_path": target_config.name_or_path or None,
             "block_size": block_size,
@@ -320,13 +321,13 @@ class DrafterConfig(PreTrainedConfig):
             "rms_norm_eps": optional_field(text, "rms_norm_eps", "layer_norm_epsilon") or 1e-6,
             "vocab_size": text.vocab_size,
             "max_position_embeddings": max_length(text) or 4096,
-            "eos_token_id": text.eos_token_id,
-            "bos_token_id": text.bos_token_id,
-            "pad_token_id": text.pad_token_id,
+            "eos_token_id": optional_field(text, "eos_token_id"),
+            "bos_token_id": optional_field(text, "bos_token_id"),
+            "pad_token_id": optional_field(text, "pad_token_id"),
             "embedding_scale": text.hidden_size**0.5 if "gemma" in text.model_type else 1.0,
             "final_logit_softcapping": logit_softcap(text),
             "target_hidden_size": text.hidden_size,
-            "num_target_layers": text.num_hidden_layers,
+            "num_target_layers": num_decoder_layers(text),
         }
 
 
@@ -424,7 +425,8 @@ class DecoderDrafterConfig(DrafterConfig):
     def _fields_of_target(cls, text: PreTrainedConfig) -> dict[str, Any]:
         # The target's layers may differ in width (Gemma 4); the draft layers take the widths of the first.
         layer = first_layer(text)
-        heads = layer.num_attention_heads
+        # Targets without attention (Mamba) have no heads to take over.
+        heads = optional_field(layer, "num_attention_heads") or max(1, text.hidden_size // 64)
         return super()._fields_of_target(text) | {
             "intermediate_size": mlp_width(layer),
             "num_attention_heads": heads,

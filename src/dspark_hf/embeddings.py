@@ -170,12 +170,20 @@ def target_embeddings(target: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
         ValueError: when the target has no LM head (a base model without one).
     """
     embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    if lm_head is None and isinstance(decoder := target.get_decoder(), PreTrainedModel):
+        lm_head = decoder.get_output_embeddings()  # Nemotron-H Omni holds a whole language model.
     if embed_tokens is None or lm_head is None:
         raise ValueError(
             f"{type(target).__name__} has no {'embedding' if embed_tokens is None else 'LM head'} to borrow: "
             "load the target with AutoModelForCausalLM."
         )
     return embed_tokens, lm_head
+
+
+def embedding_width(embed_tokens: nn.Module) -> int | None:
+    """Numbers for each token; `None` if the module does not say."""
+    width = getattr(embed_tokens, "embedding_dim", None)
+    return width if isinstance(width, int) else None
 
 
 def is_plain(weight: torch.Tensor | None) -> bool:

@@ -17,9 +17,10 @@ from transformers.utils import ModelOutput
 from .configuration_drafter import DrafterConfig
 from .context_projection import ContextProjection
 from .draft_cache import DraftCache
-from .embeddings import SharedEmbeddings, target_embeddings
+from .embeddings import SharedEmbeddings, embedding_width, target_embeddings
 from .layers import DSparkAttention
 from .scheduling import ThroughputCurve
+from .target_config import num_decoder_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -223,8 +224,10 @@ class DrafterModel(PreTrainedModel):
         lm_head: nn.Module | None = self.lm_head
         if target is not None:
             check_target(self.config, target)
-            self.config.settle_taps(target.config.get_text_config(decoder=True).num_hidden_layers)
+            self.config.settle_taps(num_decoder_layers(target.config.get_text_config(decoder=True)))
             theirs = target_embeddings(target)
+            if embed_tokens is None:
+                check_embedding(self.config, target, theirs[0])
             embed_tokens, lm_head = embed_tokens or theirs[0], lm_head or theirs[1]
         if embed_tokens is None or lm_head is None:
             raise ValueError(
@@ -352,8 +355,19 @@ def check_target(config: DrafterConfig, target: PreTrainedModel) -> None:
             f"The drafter reads hidden states of width {config.target_hidden_size}, "
             f"{name} has width {text.hidden_size}. {advice}"
         )
-    taps = config.taps_for(text.num_hidden_layers)
-    if max(taps) >= text.num_hidden_layers:
+    num_layers = num_decoder_layers(text)
+    taps = config.taps_for(num_layers)
+    if max(taps) >= num_layers:
         raise ValueError(
-            f"The drafter taps target layer {max(taps)}, but the target has {text.num_hidden_layers} layers ({name}). {advice}"
+            f"The drafter taps target layer {max(taps)}, but the target has {num_layers} layers ({name}). {advice}"
+        )
+
+
+def check_embedding(config: DrafterConfig, target: PreTrainedModel, embed_tokens: nn.Module) -> None:
+    """Raises `ValueError` when the target's embedding is narrower or wider than the drafter's layers."""
+    width = embedding_width(embed_tokens)
+    if width not in (None, config.hidden_size):
+        raise ValueError(
+            f"The embedding of {type(target).__name__} has width {width}, the drafter's layers have {config.hidden_size}: a "
+            "drafter for this target needs its own embedding (has_embed_tokens=True)."
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .target_config import optional_field
+from .target_config import num_decoder_layers, optional_field
 from .transformers_names import output_hidden_states
 
 
@@ -43,7 +43,7 @@ class Tap:
         self.indices = indices
         # AltUp keeps its streams in front of the rows, `[n, B, T, D]`; others behind the tokens, `[B, T, n, D]`.
         self._stream_axis = 2 if optional_field(text, "altup_num_inputs") is None else 0
-        self._num_layers: int = optional_field(text, "num_hidden_layers") or -1
+        self._num_layers, self._width = num_decoder_layers(text), int(text.hidden_size)
         self._last_output: torch.Tensor | None = None
         last = {self._num_layers, self._num_layers + 1} & set(indices)
         layers = getattr(target.get_decoder(), "layers", None) if last else None
@@ -90,6 +90,8 @@ class Tap:
         return last if is_joined and last is not None else state
 
     def _without_streams(self, state: torch.Tensor) -> torch.Tensor:
+        if state.dim() == 3 and state.shape[-1] > self._width:  # Qwen4-Exp joins its streams, `[B, T, n * D]`.
+            return state.unflatten(-1, (-1, self._width)).mean(2)
         return state if state.dim() == 3 else state.mean(self._stream_axis)
 
     def _keep(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 DEFAULT_ROPE_THETA = 10_000.0
+_OF_EVERY_DECODER = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def optional_field(config: PreTrainedConfig | GenerationConfig, *names: str) -> Any:
@@ -26,13 +27,29 @@ def decoder_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
     The text part of a target's configuration.
 
     Raises:
-        ValueError: for an encoder-decoder.
+        ValueError: for an encoder-decoder, and for models that are not described like other decoders.
     """
     if target_config.is_encoder_decoder:
         raise ValueError(
             f"A drafter needs a decoder-only target; {type(target_config).__name__} is an encoder-decoder."
         )
-    return target_config.get_text_config(decoder=True)
+    text = target_config.get_text_config(decoder=True)
+    if missing := [name for name in _OF_EVERY_DECODER if optional_field(text, name) is None]:
+        raise ValueError(
+            f"A drafter takes its widths from the target, but {type(text).__name__} has no {', '.join(missing)}: there is no "
+            "drafter for this family."
+        )
+    return text
+
+
+def num_decoder_layers(text: PreTrainedConfig) -> int:
+    """
+    How many decoder layers a target has, each of which gives a hidden state.
+
+    LongCat-Flash, whose layers attend twice, calls the number of attentions `num_hidden_layers`.
+    """
+    layers = optional_field(text, "num_layers")
+    return int(min(text.num_hidden_layers, layers) if isinstance(layers, int) else text.num_hidden_layers)
 
 
 def max_length(text: PreTrainedConfig) -> int | None:

@@ -93,6 +93,11 @@ def has_exchangeable_attention(model: PreTrainedModel) -> bool:
     return bool(model._supports_attention_backend)
 
 
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Whether the model has a cache at all; OpenAI GPT and XLM read the whole text in every pass."""
+    return CACHE_KEY in inspect.signature(model.forward).parameters
+
+
 def supports_sdpa(model: PreTrainedModel) -> bool:
     """Whether the model can run torch's `scaled_dot_product_attention`."""
     return bool(model._supports_sdpa)
@@ -215,7 +220,8 @@ def extended_model_kwargs(model: GenerativeModel, model_kwargs: dict[str, Any], 
     is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
     at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1
     for _ in range(num_new_tokens // at_once):
-        model_kwargs = update(ModelOutput(), model_kwargs, num_new_tokens=at_once)
+        # Mllama does not do without `is_encoder_decoder`.
+        model_kwargs = update(ModelOutput(), model_kwargs, is_encoder_decoder=False, num_new_tokens=at_once)
     return model_kwargs
 
 

@@ -150,6 +150,10 @@ def test_a_round_feeds_each_row_its_own_drafts_and_finished_rows_nothing():
     target = tiny.qwen3(num_hidden_layers=2)
     settings = {"max_new_tokens": 16, "do_sample": False}
     scripts = [p["input_ids"][0].tolist() + alone(target, p, **settings) for p in prompts()]
+    warm_up = tiny.random_drafter(target, num_hidden_layers=1)
+    target.generate(
+        **tiny.left_padded(*prompts()), **settings, assistant_model=warm_up
+    )  # What is tried once is not counted.
     fed = []
     target.model.layers[0].register_forward_hook(lambda module, args, output: fed.append(args[0][..., 0].numel()))
     with record_speculation() as stats:

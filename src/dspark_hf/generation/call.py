@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..ragged.target import CannotShareRows
 from ..rope_limit import RopeLimit, rope_limit
 from ..scheduling import NoBackoff, RowsBackoff, VerifyScheduler
 from ..transformers_names import GenerativeModel, pad_token_of
@@ -84,10 +85,17 @@ class Call:
     def begin_rounds(self) -> None:
         """Called once the prompts are fed and each row has its first token."""
         if len(self.outputs) > 1 and any(has_states(layer) for layer in self.prompt.cache.layers):
-            shares = not self.prompt.keeps_cache and can_share(self.prompt.model, self.prompt.cache)
-            self.target = SharedRowsTargetPass(self.prompt) if shares else SingleRowsTargetPass(self.prompt)
+            if self.prompt.keeps_cache:
+                self.target = SingleRowsTargetPass(self.prompt, "the cache is to be returned")
+            elif can_share(self.prompt.model, self.prompt.cache):
+                self.target = SharedRowsTargetPass(self.prompt)
+            else:
+                self.target = SingleRowsTargetPass(self.prompt, "rows of different lengths cannot share its states")
         elif len(self.outputs) > 1:
-            self.target = RowsTargetPass(self.prompt, self.prompt.keeps_cache)
+            try:
+                self.target = RowsTargetPass(self.prompt, self.prompt.keeps_cache)
+            except CannotShareRows as error:
+                self.target = SingleRowsTargetPass(self.prompt, error.reason)
         self.drop_finished_rows()
 
     def max_drafts(self, row: int, num_owed: int) -> int:

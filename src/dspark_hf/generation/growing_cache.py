@@ -30,6 +30,25 @@ class GrowingLayer(DynamicLayer):
         self._buffers = self._with_room((layer.keys, layer.values), self.length)
         layer.keys = layer.values = None  # Held once.
 
+    # Models may look at the keys and values of a layer that this pass does not add to (Mllama).
+    @property
+    def keys(self) -> torch.Tensor:
+        """Those of the tokens in use, as a view."""
+        return self._buffers[0][:, :, : self.length]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        """transformers sets it to `None` before there is a buffer."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Those of the tokens in use, as a view."""
+        return self._buffers[1][:, :, : self.length]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        """As for the keys."""
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,8 +60,7 @@ class GrowingLayer(DynamicLayer):
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
         self.length = end
-        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
-        return self.keys, self.values
+        return keys[:, :, :end], values[:, :, :end]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens, whose number is given as a negative one."""

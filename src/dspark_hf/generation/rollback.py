@@ -1,9 +1,9 @@
 """Taking tokens back out of the target's cache, whatever its layers are.
 
 Keys and values, and convolution states that record their past, are cropped: rejected tokens leave, accepted ones stay. A
-recurrent state cannot be cropped, because each token overwrites it. So a copy from before the pass is kept, and where a draft is
-rejected the whole cache returns to it. The accepted tokens of the pass are then fed again, in front of the next drafts, so that
-no pass is needed for them alone.
+recurrent state cannot be cropped, because each token overwrites it; nor can a static window, where a new token takes the place of
+an old one. So a copy from before the pass is kept, and where a draft is rejected the whole cache returns to it. The accepted
+tokens of the pass are then fed again, in front of the next drafts, so that no pass is needed for them alone.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class Rollback:
         self._is_saved = False
         check_layers(cache)
 
-    def begin(self, cache: Cache) -> None:
+    def begin(self, cache: Cache, is_fed: bool = False) -> None:
         """
         Called between the prompt and the first round, not earlier: recording every state of a long prompt would hold far more
         memory than the layers keep.
 
         Args:
             cache: The target's cache, which the prompt's pass may have replaced.
+            is_fed: Whether it holds the tokens of a round already, because that round's pass has made it.
         """
         self.cache = cache
         check_layers(cache)
@@ -57,7 +58,7 @@ class Rollback:
         self._layers = [rollback_of(layer, may_record) for layer in cache.layers]
         self._is_saved = False
         for layer in self._layers:
-            layer.begin()
+            layer.begin(is_fed)
 
     @property
     def needs_copies(self) -> bool:
@@ -113,8 +114,8 @@ class LayerRollback(ABC):
     def __init__(self, layer: Any):
         self.layer = layer
 
-    def begin(self) -> None:  # noqa: B027  Most layers have nothing to do here.
-        """Called before the first pass of which tokens may be taken back."""
+    def begin(self, is_fed: bool) -> None:  # noqa: B027  Most layers have nothing to do here.
+        """Called before the first pass of which tokens may be taken back; where `is_fed`, after it."""
 
     def save(self) -> None:  # noqa: B027
         """Keeps a copy of what the coming pass overwrites."""
@@ -131,22 +132,64 @@ class CroppedLayer(LayerRollback):
     """
     Keys and values, and convolution states: every token has its own part, which is cut off.
 
-    Sliding-window and convolution layers would have dropped what they need for that, so they record their past.
+    Sliding-window and convolution layers would have dropped what they need for that, so they record their past. Layers that hold
+    an image instead of the text do not grow, and are left alone (Mllama).
     """
 
     _starts_recording = False
 
-    def begin(self) -> None:
+    def begin(self, is_fed: bool) -> None:
+        self._grows = True if is_fed else None  # Not known before the first pass.
+        self._length = self._num_tokens()
         self._starts_recording = not getattr(self.layer, "record_past", True)
         if self._starts_recording:
             self.layer.activate_past_recording()
 
     def take_back(self, num_tokens: int) -> None:
+        if self._grows is None:
+            self._grows = self._length is None or self._num_tokens() != self._length
+        if not self._grows:
+            return
+        positions = getattr(self.layer, "indexer_position_ids", None)
         self.layer.crop(-num_tokens)
+        if num_tokens and positions is not None and self.layer.indexer_position_ids is positions:
+            # Static layers leave these as they are, although they grow with each token (Qwen4-Exp).
+            self.layer.indexer_position_ids = positions[..., :-num_tokens]
 
     def end(self) -> None:
         if self._starts_recording:
             self.layer.record_past = False
+
+    def _num_tokens(self) -> int | None:
+        """Tokens in the layer; `None` where it does not count them."""
+        return int(self.layer.get_seq_length()) if isinstance(self.layer, CacheLayerMixin) else None
+
+
+class StaticWindow(LayerRollback):
+    """
+    Keys and values of the last tokens only, in tensors that stay where they are.
+
+    The copies are made in buffers that stay, so that memory does not grow.
+    """
+
+    needs_copy = True
+
+    def __init__(self, layer: Any):
+        super().__init__(layer)
+        self._copies: dict[str, torch.Tensor] = {}
+        self._length = 0
+
+    def save(self) -> None:
+        for name in ("keys", "values", "cumulative_length"):
+            held = getattr(self.layer, name)
+            self._copies.setdefault(name, torch.empty_like(held)).copy_(held)
+        self._length = self.layer.cumulative_length_int
+
+    def take_back(self, num_tokens: int) -> None:
+        if num_tokens:
+            for name, copy in self._copies.items():
+                getattr(self.layer, name).copy_(copy)
+            self.layer.cumulative_length_int = self._length
 
 
 class RecurrentLayer(LayerRollback):
@@ -159,26 +202,31 @@ class RecurrentLayer(LayerRollback):
     def __init__(self, layer: Any):
         super().__init__(layer)
         held = (*layer.conv_states.values(), *layer.recurrent_states.values())
-        self.needs_copy = any(state is not None for state in held)
+        self.needs_copy = any(state is not None for state in held) or is_static_window(layer)
         # Each a dictionary of tensors; an entry is `None` until a pass has set it.
         self._states = [layer.conv_states, layer.recurrent_states]
         self._copies: list[dict[int, torch.Tensor]] = [{}, {}]
         # The part with keys and values. A sliding window records its past, and the convolutions then do as well.
         self._is_sliding = isinstance(layer, DynamicSlidingWindowLayer)
         self._attention: Any = next((cls for cls in type(layer).__mro__ if _is_attention(cls)), None)
+        self._window = StaticWindow(layer) if is_static_window(layer) else None
 
-    def begin(self) -> None:
+    def begin(self, is_fed: bool) -> None:
         if self._is_sliding:
             self.layer.record_past = True
 
     def save(self) -> None:
+        if self._window is not None:
+            self._window.save()
         for states, copies in zip(self._states, self._copies, strict=True):
             for index, state in states.items():
                 if state is not None:
                     copies.setdefault(index, torch.empty_like(state)).copy_(state)
 
     def take_back(self, num_tokens: int) -> None:
-        if self._is_sliding:
+        if self._window is not None:
+            self._window.take_back(num_tokens)
+        elif self._is_sliding:
             self.layer.crop(-num_tokens)
         elif self._attention is not None:
             self._attention.crop(self.layer, -num_tokens)
@@ -223,7 +271,18 @@ def rollback_of(layer: Any, may_record: bool) -> LayerRollback:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         is_convolution = any(layer.is_conv_states_initialized.values()) and not _has_recurrent_state(layer)
         return CroppedLayer(layer) if is_convolution and may_record else RecurrentLayer(layer)
-    return CroppedLayer(layer)
+    return StaticWindow(layer) if is_static_window(layer) else CroppedLayer(layer)
+
+
+def is_own_window(layer: Any) -> bool:
+    """Whether the layer is a model's own kind of sliding window."""
+    return isinstance(layer, DynamicSlidingWindowLayer) and type(layer).__module__ != CacheLayerMixin.__module__
+
+
+def is_static_window(layer: Any) -> bool:
+    """Whether the layer is transformers' own static window, of which everything that a pass changes is known."""
+    is_own = type(layer).__module__ == StaticSlidingWindowLayer.__module__
+    return is_own and isinstance(layer, StaticSlidingWindowLayer)
 
 
 def has_states(layer: Any) -> bool:
@@ -235,24 +294,33 @@ def is_own_layer(layer: Any) -> bool:
     """
     Whether the layer's class is a model's own and inherits `crop`, which then knows nothing of what the class adds.
 
-    Such a layer may still claim to be croppable, as those of DeepSeek-V4 do.
+    Such a layer may still claim to be croppable, as those of DeepSeek-V4 do. Static layers are not meant: they write into their
+    tensors, and say rightly whether they can be cropped.
     """
+    if isinstance(layer, StaticLayer):
+        return False
     own = [cls for cls in type(layer).__mro__ if cls.__module__ not in (CacheLayerMixin.__module__, "abc", "builtins")]
     return bool(own) and not any("crop" in vars(cls) for cls in own)
 
 
 def check_layers(cache: Cache) -> None:
     """Refuses caches that hold what cannot be taken back."""
-    if cache.layers and not cache.is_croppable and all(layer.is_croppable for layer in cache.layers):
+    keeps_more = any(isinstance(value, torch.Tensor) for value in vars(cache).values())  # Positions (Qwen4-Exp).
+    if keeps_more or (cache.layers and not cache.is_croppable and all(layer.is_croppable for layer in cache.layers)):
         refuse(f"its {type(cache).__name__} cannot be rolled back: it keeps more than its layers")
     for layer in cache.layers:
         # Quantized layers inherit a claim to be croppable in older versions of transformers.
-        is_static_window = isinstance(layer, StaticSlidingWindowLayer) and has_states(layer)
-        if isinstance(layer, QuantizedLayer) or is_static_window or not (layer.is_croppable or has_states(layer)):
+        has_way = layer.is_croppable or (has_states(layer) and not _is_uncroppable(layer)) or is_static_window(layer)
+        if isinstance(layer, QuantizedLayer) or not has_way:
             refuse(
                 f"the layers of its {type(cache).__name__} cannot be rolled back ({type(layer).__name__}: quantized keys and "
-                "values, or a static window)"
+                "values, or a layer that this version of transformers cannot crop)"
             )
+
+
+def _is_uncroppable(layer: Any) -> bool:
+    """Whether a layer with states has a part with keys and values that this version of transformers cannot crop."""
+    return isinstance(layer, StaticLayer) and not StaticLayer.is_croppable and not is_static_window(layer)
 
 
 def _has_recurrent_state(layer: Any) -> bool:

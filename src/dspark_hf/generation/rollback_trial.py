@@ -1,35 +1,38 @@
-"""Whether a target with recurrent state decodes exactly after a rollback: tried once for each target.
+"""Whether a target decodes exactly after a rollback: tried once for each target that leaves a doubt.
 
-Not every model computes several tokens on top of a state as it computes them one at a time: the Mamba layers of some families
-start over with an empty state. A drafter cannot help there, because verifying drafts is such a pass. Instead of a list of names
-that would have to follow every release of transformers, each target with states is fed a few tokens in both ways.
+Not every model computes several tokens on top of others as it computes them one at a time: the Mamba layers of some families
+start over with an empty state, and some older models expect one token behind a prompt. A drafter cannot help there, because
+verifying drafts is such a pass. Instead of a list of names that would have to follow every release of transformers, each target
+with states, and each that does not use transformers' common attention code, is fed a few tokens in both ways.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from ..transformers_names import CACHE_KEY, compute_device, hides_columns, is_stateful
+from ..ragged.exchange import makes_window_masks
+from ..transformers_names import CACHE_KEY, has_exchangeable_attention, hides_columns, is_stateful, takes_cache
+from ..trials import is_near, trial_ids, trial_positions
 from .requirements import refuse
-from .rollback import Rollback, has_states, is_own_layer
+from .rollback import Rollback, has_states, is_own_layer, is_own_window
 
 _PROMPT, _ROUND = 5, 4  # Tokens of the trial.
 
-# How far logits may be apart on average, in standard deviations. In float32, right targets stay below .0001 and wrong ones are
-# above .1; in bfloat16, right ones stay below .025.
-_TOLERANCE = {torch.float32: 0.01, torch.float64: 0.01}
-_TOLERANCE_OF_HALF = 0.05
-
-_is_exact: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+# Whether its masks have windows.
+_masks_windows: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+# By the length of a static cache; 0 for dynamic ones.
+_is_exact: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, bool]] = weakref.WeakKeyDictionary()
 
 
-def check_target(model: PreTrainedModel, cache: Cache, attention_mask: torch.Tensor | None) -> None:
+def check_target(
+    model: PreTrainedModel, cache: Cache, attention_mask: torch.Tensor | None, max_length: int | None = None
+) -> None:
     """
     Refuses targets whose output after a rollback would not be theirs.
 
@@ -37,34 +40,64 @@ def check_target(model: PreTrainedModel, cache: Cache, attention_mask: torch.Ten
         model: The target.
         cache: Its cache, which may be empty.
         attention_mask: False at padding, `[B, T]`; `None` without a mask.
+        max_length: The longest that the text may become, in tokens.
 
     Raises:
-        ValueError: for states outside the cache, where the trial fails, and for padding that layers of the model's own count.
+        ValueError: for windows that the masks do not have, for states outside the cache, where the trial fails, and for padding
+            that layers of the model's own count.
     """
     name = type(model).__name__
-    if not any(has_states(layer) for layer in cache.layers):
-        if is_stateful(model):
-            refuse(f"{name} keeps recurrent state outside its cache, which cannot be rolled back")
-        return
-    own = next((type(layer).__name__ for layer in cache.layers if is_own_layer(layer)), None)
+    _check_windows(model, cache, max_length)
+    has_state = any(has_states(layer) for layer in cache.layers)
+    if is_stateful(model) and not has_state:
+        refuse(f"{name} keeps recurrent state outside its cache, which cannot be rolled back")
+    own = next((type(layer).__name__ for layer in cache.layers if is_own_layer(layer) or is_own_window(layer)), None)
     if own is not None and hides_columns(attention_mask):
         # DeepSeek-V4 closes its compressed entries by column, padding included, and shows them by position. In a pass over one
-        # token it shows them all.
+        # token it shows them all. Unlimited-OCR looks the padding up in columns that have moved since.
         refuse(f"with left padding, {own} shows other entries to several tokens in one pass than to one at a time")
-    if model not in _is_exact:
-        _is_exact[model] = is_exact(model)
-    if not _is_exact[model]:
+    if not has_state and (has_exchangeable_attention(model) or not takes_cache(model)):
+        return
+    exact_by_length = _is_exact.setdefault(model, {})
+    if 0 not in exact_by_length:
+        exact_by_length[0] = is_exact(model)
+    if not exact_by_length[0]:
         refuse(
-            f"in transformers {transformers.__version__}, {name} gives other logits for several tokens in one pass on top of its "
-            "recurrent state than for one at a time, so drafts cannot be verified"
+            f"in transformers {transformers.__version__}, {name} gives other logits for several tokens in one pass on top of "
+            f"{'its recurrent state' if has_state else 'others'} than for one at a time, so drafts cannot be verified"
+        )
+    length = next((layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)), 0)
+    if length and not has_state:
+        if length not in exact_by_length:
+            exact_by_length[length] = is_right_when_static(model, length)
+        if not exact_by_length[length]:
+            refuse(
+                f"in transformers {transformers.__version__}, {name} gives other logits with a static cache than with a dynamic "
+                "one"
+            )
+
+
+def _check_windows(model: PreTrainedModel, cache: Cache, max_length: int | None) -> None:
+    """A pass over several tokens sees what the window of the cache is about to drop, unless a mask hides it."""
+    if not has_exchangeable_attention(model):
+        return
+    windows = [layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+    windows += [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)]
+    if not windows or (max_length is not None and max_length <= min(windows)):
+        return
+    if model not in _masks_windows:
+        _masks_windows[model] = makes_window_masks(model)
+    if not _masks_windows[model]:
+        refuse(
+            f"the cache of {type(model).__name__} keeps the last {min(windows)} tokens, but its masks hide no others, so that a "
+            "pass over several tokens gives other logits than passes over one"
         )
 
 
 @torch.no_grad()
 def is_exact(model: PreTrainedModel) -> bool:
     """Whether tokens that are fed together, and again after a rejection, get the logits that each gets alone."""
-    ids = torch.arange(1, _PROMPT + _ROUND + 1, device=compute_device(model))[None]
-    ids = ids % model.config.get_text_config(decoder=True).vocab_size
+    ids = trial_ids(model, _PROMPT + _ROUND)[None]
     try:
         alone = PromptedTarget(model, ids[:, :_PROMPT])
         on_modules = _tensors_on_modules(model)
@@ -86,9 +119,16 @@ def is_exact(model: PreTrainedModel) -> bool:
     return is_near(torch.cat([first[:, :2], again], dim=1), expected, model.dtype)
 
 
-def is_near(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits differ from those expected, of a target with this dtype, by no more than rounding."""
-    return bool((logits - expected).abs().mean() < _TOLERANCE.get(dtype, _TOLERANCE_OF_HALF) * expected.std())
+@torch.no_grad()
+def is_right_when_static(model: PreTrainedModel, length: int) -> bool:
+    """Whether tokens get the same logits with a static cache of this length as with a dynamic one."""
+    ids = trial_ids(model, min(_PROMPT + _ROUND, length))[None]
+    try:
+        static = PromptedTarget(model, ids[:, :-1], StaticCache(config=model.config, max_cache_len=length))
+        logits = static.feed(ids[:, -1:])
+    except Exception:  # Whatever the model objects to, it cannot be fed in this form.
+        return False
+    return is_near(logits, PromptedTarget(model, ids[:, :-1]).feed(ids[:, -1:]), model.dtype)
 
 
 def _tensors_on_modules(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -104,23 +144,22 @@ class PromptedTarget:
     Args:
         model: The target.
         prompt: Its first tokens, `[1, P]`.
+        cache: An empty cache; a dynamic one if it is `None`.
 
     Attributes:
         cache (`Cache`): Its cache, with the prompt.
         length (`int`): Tokens in the cache. Whoever takes tokens back lowers it.
     """
 
-    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor):
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, cache: Cache | None = None):
         self._model = model
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.cache: Any = DynamicCache(config=model.config)
+        self.cache: Any = DynamicCache(config=model.config) if cache is None else cache
         self.length = 0
         self.feed(prompt)
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         """The float32 logits `[1, T, V]` of the next tokens `[1, T]`."""
-        kwargs: dict[str, Any] = {CACHE_KEY: self.cache, "use_cache": True}
-        if self._takes_positions:  # Else models with positions of several axes would remember those of the trial.
-            kwargs["position_ids"] = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)[None]
-        self.length += ids.shape[1]
+        end = self.length + ids.shape[1]
+        kwargs = {CACHE_KEY: self.cache, "use_cache": True, **trial_positions(self._model, self.length, end)}
+        self.length = end
         return self._model(input_ids=ids, return_dict=True, **kwargs).logits.float()

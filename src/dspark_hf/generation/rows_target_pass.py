@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ragged.cache import KeyValues, RaggedCache, fill
-from ..ragged.target import RaggedTarget
+from ..ragged.target import CannotShareRows, RaggedTarget
 from .requirements import refuse
 from .target_model import TargetOutput
 from .target_pass import TargetPass
@@ -38,15 +38,18 @@ class RowsTargetPass:
         keep_cache: Whether the caller's cache has to contain all rows at the end.
 
     Raises:
-        ValueError: for targets and calls whose rows cannot share a pass.
+        CannotShareRows: for targets whose rows cannot share a pass.
+        ValueError: for calls whose rows cannot share a pass.
     """
 
     def __init__(self, prompt: TargetPass, keep_cache: bool):
+        # This fails while the prompts' cache is still whole.
+        RaggedTarget(prompt.model, RaggedCache(len(prompt.cache.layers), 1), with_prompts=True).try_packing()
         self._wants_all_states = bool(prompt.generation_config.output_hidden_states)
         self._prompt = prompt
         self._keep_cache = keep_cache
         self.cache = self._cache_of_prompts(prompt)
-        self._target = RaggedTarget(prompt.model, self.cache)
+        self._target = RaggedTarget(prompt.model, self.cache, with_prompts=True)
         prompt.ending.enter_context(self._target.attention_in_place())
         self._rows = list(range(len(self.cache.lengths)))
         self._ended: dict[int, dict[int, KeyValues]] = {}
@@ -112,10 +115,10 @@ class RowsTargetPass:
     @staticmethod
     def _cache_of_prompts(prompt: TargetPass) -> RaggedCache:
         """The rows as the pass over the prompts left them."""
-        name, num_columns = type(prompt.model).__name__, prompt.past_length
+        num_columns = prompt.past_length
         position_ids = prompt.model_kwargs.get("position_ids")
         if position_ids is None:
-            refuse(f"{name} takes no position_ids, which rows of different lengths need")
+            raise CannotShareRows(prompt.model, "it takes no position_ids")
         if position_ids.shape[-1] < num_columns:
             refuse("its cache holds tokens that have no id (prefix tuning), which several rows at once do not allow")
-        return RaggedCache.of_prompts(prompt.cache, prompt.attended_columns(0, num_columns), position_ids)
+        return RaggedCache.of_prompts(prompt.cache, prompt.attended_columns(0, num_columns), prompt.last_positions())

@@ -28,7 +28,7 @@ class SharedRowsTargetPass:
     def __init__(self, prompt: TargetPass):
         self._prompt = prompt
         attended = prompt.attended_columns(0, prompt.past_length)
-        self._shared = SharedStates(prompt.model, prompt.cache, attended, prompt.model_kwargs["position_ids"])
+        self._shared = SharedStates(prompt.model, prompt.cache, attended, prompt.last_positions())
         self.num_owed = [0] * prompt.num_rows
 
     def verify(self, input_ids: list[torch.Tensor], draft_ids: list[torch.Tensor]) -> list[TargetOutput]:

@@ -20,7 +20,8 @@ from ..ragged.attention import RaggedMask
 from ..ragged.cache import RaggedCache
 from ..ragged.plan import Group
 from ..transformers_names import CACHE_KEY, attention_name, compute_device
-from .rollback_trial import PromptedTarget, is_near
+from ..trials import is_near
+from .rollback_trial import PromptedTarget
 
 _shares_rightly: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
 
@@ -33,7 +34,7 @@ class SharedStates:
         model: The target.
         cache: Its cache after the prompts; its recurrent states are used up.
         attended: False at padding, `[B, T]`; `None` for no padding.
-        position_ids: Position of each of the `T` columns, `[B, T]` or `[axes, B, T]`.
+        position_ids: Positions of the columns, `[B, T]` or `[axes, B, T]`; those of the last column are enough.
     """
 
     def __init__(self, model: PreTrainedModel, cache: Cache, attended: torch.Tensor | None, position_ids: torch.Tensor):

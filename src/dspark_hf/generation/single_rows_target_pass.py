@@ -24,17 +24,13 @@ class SingleRowsTargetPass:
 
     Args:
         prompt: The pass that fed the prompts.
+        reason: Why rows do not share passes, as the part of a sentence that follows "because".
     """
 
-    def __init__(self, prompt: TargetPass):
-        reason = (
-            "the cache is to be returned"
-            if prompt.keeps_cache
-            else f"rows of different lengths cannot share the states of {type(prompt.model).__name__}"
-        )
+    def __init__(self, prompt: TargetPass, reason: str):
         logger.warning_once(
-            f"Each row takes passes of its own, because {reason}. The output is the same, but for several rows plain generate "
-            "may be faster."
+            f"Each row takes passes of {type(prompt.model).__name__} of its own, because {reason}. The output is the same, but "
+            "for several rows plain generate may be faster."
         )
         self._prompt = prompt
         self._all = [self._row(row) for row in range(prompt.num_rows)]

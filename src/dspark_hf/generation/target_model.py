@@ -68,8 +68,15 @@ class TargetModel:
         cache = self.model_kwargs.get(CACHE_KEY)
         self.forgets_context = False
         self._has_padding = hides_columns(self.model_kwargs.get("attention_mask"))
-        if cache is None or not self.model_kwargs.get("use_cache", True):
-            refuse("the target's cache is off (use_cache=False), and verifying drafts needs one")
+        self._prompt_positions: torch.Tensor | None = None
+        if not self.model_kwargs.get("use_cache", True):
+            given = self.model.generation_config.use_cache
+            where = "" if given else f" in the configuration of {type(self.model).__name__}"
+            refuse(
+                f"the target's cache is off (use_cache=False{where}), and verifying drafts needs one: pass use_cache=True"
+            )
+        if not isinstance(cache, Cache):
+            refuse(f"transformers makes no cache for {type(self.model).__name__}, and verifying drafts needs one")
         self.cache: Cache = cache
         self.tap = Tap(self.model, self.hidden_state_indices)
         self.mode: PassMode = contextlib.nullcontext if self._shows_states else pass_mode(self.model)
@@ -91,6 +98,16 @@ class TargetModel:
         if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
             return 0
         return int(self.cache.get_seq_length())
+
+    def last_positions(self) -> torch.Tensor:
+        """
+        Positions of the last token of each prompt, `[B, 1]` or `[axes, B, 1]`, as the model was given them: some models change
+        those that `generate` counts (PaliGemma), or count columns with the padding (EXAONE 4.5).
+        """
+        if self._prompt_positions is not None:
+            return self._prompt_positions[..., -1:]
+        counted: torch.Tensor = self.model_kwargs["position_ids"][..., -1:]
+        return torch.full_like(counted, self.past_length - 1)
 
     def attended_columns(self, start: int, end: int) -> torch.Tensor | None:
         """Which of the prompt's columns `start..end-1` are not padding, `[B, end - start]`; `None` without padding."""
@@ -117,6 +134,10 @@ class TargetModel:
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=num_fed, is_first_iteration=is_first_iteration, **kwargs
         )
+        if is_first_iteration:
+            self._prompt_positions = inputs.get("position_ids")
+            if (given := inputs.get("input_ids")) is not None and given.shape[1] > input_ids.shape[1]:
+                refuse(f"{type(self.model).__name__} puts tokens of its own behind the text")  # XLM does.
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = logits_to_keep
         fed_ids = inputs.get("input_ids")
@@ -140,7 +161,7 @@ class TargetModel:
         if not is_first_iteration and features.shape[1] > logits_to_keep:
             features = features[:, -logits_to_keep:]
             if not is_refed:
-                keep_last_states(raw, logits_to_keep)
+                keep_last_states(raw, num_fed, logits_to_keep)
         return TargetOutput(logits, features, raw, is_whole=is_first_iteration or is_refed)
 
     def _continue_with(self, cache: Any, num_tokens: int) -> None:
@@ -150,8 +171,14 @@ class TargetModel:
             self.forgets_context = self.past_length < num_tokens
 
 
-def keep_last_states(raw: Any, num_tokens: int) -> None:
-    """Leaves out what a model output holds of tokens that were fed again."""
-    for name, axis in (("hidden_states", 1), ("attentions", 2)):
-        if (states := raw.get(name)) is not None:
-            setattr(raw, name, tuple(None if s is None else s.narrow(axis, -num_tokens, num_tokens) for s in states))
+def keep_last_states(raw: Any, num_fed: int, num_kept: int) -> None:
+    """Leaves out what the output of a pass over `num_fed` tokens of one row holds of tokens that were fed again."""
+
+    def axis_of(name: str, states: torch.Tensor) -> int:
+        # Attention weights `[1, H, N, T]`; hidden states `[1, N, D]` or `[1, N, n, D]`, with AltUp's streams `[n, 1, N, D]`.
+        return 2 if name == "attentions" or states.shape[1] != num_fed else 1
+
+    for name in ("hidden_states", "attentions"):
+        if (of_layers := raw.get(name)) is not None:
+            kept = (None if s is None else s.narrow(axis_of(name, s), -num_kept, num_kept) for s in of_layers)
+            setattr(raw, name, tuple(kept))

@@ -40,7 +40,8 @@ class TargetPass(TargetModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ending = contextlib.ExitStack()  # What has to be undone when the call ends.
-        check_target(self.model, self.cache, self.model_kwargs.get("attention_mask"))
+        mask, max_length = self.model_kwargs.get("attention_mask"), self.generation_config.max_length
+        check_target(self.model, self.cache, mask, max_length)
         self._rollback = Rollback(self.cache)
         self.num_owed = [0]
         self._num_fed = 0
@@ -71,7 +72,7 @@ class TargetPass(TargetModel):
         output = self.forward(candidates, self._num_fed, num_drafts + 1, kwargs)
         if self.cache is not self._rollback.cache:
             self._end_rollback()
-            self._begin_rollback()
+            self._begin_rollback(is_fed=True)
         return [output]
 
     def commit(self, num_committed: list[int]) -> None:
@@ -133,10 +134,10 @@ class TargetPass(TargetModel):
             with self.mode():
                 self.num_owed = [self._rollback.take_back(num_fed, 0)]
 
-    def _begin_rollback(self) -> None:
+    def _begin_rollback(self, is_fed: bool = False) -> None:
         if not is_compiled(self.model):  # A compiled one would be compiled again whenever the buffers grow.
             begin_growing(self.cache)
-        self._rollback.begin(self.cache)
+        self._rollback.begin(self.cache, is_fed)
 
     def _end_rollback(self) -> None:
         cache = self._rollback.cache

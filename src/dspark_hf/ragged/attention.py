@@ -134,7 +134,8 @@ def ragged_attention(
     plan = plan.on(query.device)
     packed = query[0].transpose(0, 1)  # [N, H, d]
     if len(plan.groups) == 1:
-        return _attended(packed, key, value, plan.groups[0], 0, attention_mask, scaling, softcap, s_aux)[None], None
+        output = _attended(packed, key, value, plan.groups[0], 0, attention_mask, scaling, softcap, s_aux)
+        return output[None].contiguous(), None  # As transformers' functions return it, for models that view it (AFMoE).
     output = value.new_empty(packed.shape[0], packed.shape[1], value.shape[-1])
     for index, group in enumerate(plan.groups):
         own = packed[group.tokens]

@@ -143,7 +143,7 @@ class RaggedCache(Cache):
         Args:
             cache: The ordinary cache. Its layers hold keys and values, or nothing if they use those of another layer.
             attended: False at padding, `[B, T]`; `None` for no padding. Padding before a row's first token is not copied.
-            position_ids: Position of each of the `T` columns, `[B, T]` or `[axes, B, T]`.
+            position_ids: Positions of the columns, `[B, T]` or `[axes, B, T]`; those of the last column are enough.
         """
         layers: list[Any] = cache.layers
         num_columns = int(cache.get_seq_length())
@@ -163,7 +163,7 @@ class RaggedCache(Cache):
         if attended is not None:
             mask = attended.gather(1, sources) | (columns >= torch.tensor(own.lengths)[:, None])
             own.key_mask = None if mask.all() else mask
-        own.position_offsets = position_ids[..., num_columns - 1].cpu() + 1 - torch.tensor(own.lengths)
+        own.position_offsets = position_ids[..., -1].cpu() + 1 - torch.tensor(own.lengths)
         return own
 
     def plan(self, counts: list[int]) -> RaggedPlan:

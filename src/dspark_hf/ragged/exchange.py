@@ -18,11 +18,14 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ..transformers_names import attention_function, attention_name, has_exchangeable_attention, set_attention_name
+from ..trials import trial_ids, trial_positions
 from .attention import NotPackable, RaggedMask, ragged_attention
 from .plan import RaggedPlan
 
 _PREFIX = "dspark_hf_ragged_"
 
+# The sizes of the windows or chunks for which a pass has made masks; `None` outside of [`makes_window_masks`].
+_windows: contextvars.ContextVar[set[Any] | None] = contextvars.ContextVar("dspark_hf_windows", default=None)
 _plan: contextvars.ContextVar[RaggedPlan | None] = contextvars.ContextVar("dspark_hf_ragged_plan", default=None)
 
 
@@ -34,6 +37,22 @@ def following(plan: RaggedPlan) -> Iterator[None]:
         yield
     finally:
         _plan.reset(token)
+
+
+@torch.no_grad()
+def makes_window_masks(model: PreTrainedModel) -> bool:
+    """
+    Whether the target asks transformers for masks of its windows. Some have a window in their configuration that only the cache
+    keeps to (Moshi).
+    """
+    ids = trial_ids(model, 2)[None]
+    token = _windows.set(set())
+    try:
+        with attention_in_place(model):
+            model(input_ids=ids, use_cache=False, **trial_positions(model, 0, 2))
+        return bool((_windows.get() or set()) - {None})
+    finally:
+        _windows.reset(token)
 
 
 def can_exchange_attention(model: PreTrainedModel) -> bool:
@@ -106,7 +125,9 @@ def _register(name: str) -> None:
         return ragged_attention(plan, module, *args, **kwargs)
 
     def mask(**kwargs: Any) -> Any:
-        plan = _plan.get()
+        plan, windows = _plan.get(), _windows.get()
+        if windows is not None:
+            windows.add(kwargs.get("local_size"))
         if plan is not None:
             if "allow_is_bidirectional_skip" in kwargs:
                 raise NotPackable("its tokens attend to later ones")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
@@ -18,7 +18,8 @@ from transformers.masking_utils import (
 from transformers.utils import logging
 
 from ..target_config import layer_types, optional_field, shares_keys
-from ..transformers_names import CACHE_KEY, compute_device
+from ..transformers_names import CACHE_KEY, takes_cache
+from ..trials import is_near, trial_ids, trial_positions
 from .attention import NotPackable, RaggedMask
 from .cache import RaggedCache
 from .exchange import attention_in_place, can_exchange_attention, following
@@ -30,7 +31,28 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 # Targets whose rows cannot be packed; and, for targets that pad rows, whether a trial gave the right logits.
 _not_packable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-_right_when_padded: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()
+# The latter for caches that begin with prompts, and for empty ones.
+_right_when_padded: weakref.WeakKeyDictionary[PreTrainedModel, dict[bool, bool]] = weakref.WeakKeyDictionary()
+_right_when_packed: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+_TRIAL_LENGTH = 8  # Tokens of each row in a trial.
+
+
+class CannotShareRows(ValueError):
+    """
+    Rows of different lengths in one pass of a target would not get the logits that each gets alone.
+
+    Args:
+        model: The target.
+        reason: Why, as the part of a sentence that follows "because".
+    """
+
+    def __init__(self, model: PreTrainedModel, reason: str):
+        name = type(model).__name__
+        super().__init__(
+            f"Rows of different lengths cannot share a pass of {name}: {reason}. Generate for each row alone."
+        )
+        self.reason = reason
 
 
 class RaggedTarget:
@@ -44,20 +66,39 @@ class RaggedTarget:
     Args:
         model: The target.
         cache: The keys and values of its rows.
+        with_prompts: Whether the target was fed prompts in the ordinary way, and the cache holds them. Otherwise it is empty.
 
     Raises:
-        ValueError: when rows cannot share a pass of the target.
+        CannotShareRows: when rows cannot share a pass of the target.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: RaggedCache) -> None:
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache, with_prompts: bool = False) -> None:
+        if not takes_cache(model):
+            raise CannotShareRows(model, "it has no cache")
         self.model = model
         self.cache = cache
+        self._with_prompts = with_prompts
         self._rules = mask_rules(model)
         self._shares_keys = shares_keys(model.config.get_text_config(decoder=True))
         if model in _not_packable:
             self._pad_rows("")
         elif not can_exchange_attention(model):
             self._pad_rows("it does not use transformers' attention interface")
+
+    def try_packing(self) -> None:
+        """
+        Once for each target, finds out whether packed rows get the right logits. Otherwise they are padded.
+
+        Raises:
+            CannotShareRows: when padded rows do not get them either.
+        """
+        if self.cache.pads or self.model in _right_when_packed:
+            return
+        if _is_right(self.model, len(self.cache.layers), self._with_prompts):
+            _right_when_packed.add(self.model)
+        else:
+            _not_packable.add(self.model)
+            self._pad_rows("a trial with two packed rows gave other logits than each row alone")
 
     def attention_in_place(self) -> contextlib.AbstractContextManager[None]:
         """The context in which [`~RaggedTarget.feed`] can be called; it may stay open as long as the target is in use."""
@@ -136,37 +177,60 @@ class RaggedTarget:
         """Switches to padded rows, if a trial gives the right logits."""
         self.cache.pads = True
         name = type(self.model).__name__
-        if self.model not in _right_when_padded:
-            _right_when_padded[self.model] = True  # For the trial itself, which calls this method too.
-            _right_when_padded[self.model] = _is_right(self.model, len(self.cache.layers))
-            if _right_when_padded[self.model]:
+        is_right = _right_when_padded.setdefault(self.model, {})
+        if self._with_prompts not in is_right:
+            is_right[self._with_prompts] = True  # For the trial itself, which calls this method too.
+            is_right[self._with_prompts] = _is_right(self.model, len(self.cache.layers), self._with_prompts)
+            if is_right[self._with_prompts]:
                 logger.warning_once(
                     f"Rows of {name} are padded to the longest of each pass instead of packed, because {reason}. The output is "
                     "the same, at a higher cost."
                 )
-        if not _right_when_padded[self.model]:
-            raise ValueError(
-                f"Rows of different lengths cannot share a pass of {name}: a trial with two rows gave other logits than each row "
-                "alone. Generate for each row alone."
-            )
+        if not is_right[self._with_prompts]:
+            raise CannotShareRows(self.model, "a trial with two rows gave other logits than each row alone")
 
 
 @torch.no_grad()
-def _is_right(model: PreTrainedModel, num_layers: int) -> bool:
-    """Whether two short rows in one pass get the same logits as each row alone."""
-    ids = torch.arange(1, 11, device=compute_device(model)) % model.config.get_text_config(decoder=True).vocab_size
-    cache = RaggedCache(num_layers, 2)
-    target = RaggedTarget(model, cache)
+def _is_right(model: PreTrainedModel, num_layers: int, with_prompts: bool) -> bool:
+    """Whether two short rows of different lengths in one pass get the logits that each gets alone."""
+    ids = trial_ids(model, 2 * _TRIAL_LENGTH).reshape(2, -1)
     try:
-        first = target.feed(ids[[0, 1, 2, 6]], [3, 1]).logits[0]
-        cache.lengths = [3, 1]
-        second = target.feed(ids[[3, 4, 7, 8, 9]], [2, 3]).logits[0]
-        alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in ids.split([6, 4])])
+        start, expected, cache = _fed_ordinarily(model, ids) if with_prompts else _fed_alone(model, ids, num_layers)
+        target = RaggedTarget(model, cache, with_prompts)
+        logits: list[list[torch.Tensor]] = [[], []]
+        fed = [start, start]
+        with target.attention_in_place():
+            for counts in ([2, 3], [2, 1]):  # Each row gets four tokens, in two passes.
+                new_ids = [ids[row, fed[row] : fed[row] + count] for row, count in enumerate(counts)]
+                parts = target.feed(torch.cat(new_ids), counts).logits[0].float().split(counts)
+                for row, part in enumerate(parts):
+                    logits[row].append(part)
+                    fed[row] += len(part)
+                cache.lengths = list(fed)
     except Exception:  # Any error means that the model does not support rows in this form.
         return False
-    together = torch.cat([first[:3], second[:2], first[3:], second[2:]])
-    alone = torch.cat([alone[:5], alone[6:]])
-    return bool((together - alone).abs().max() < 0.1 * alone.std())
+    together = torch.stack([torch.cat(parts) for parts in logits])
+    return is_near(together, expected[:, : together.shape[1]], model.dtype)
+
+
+def _fed_alone(model: PreTrainedModel, ids: torch.Tensor, num_layers: int) -> tuple[int, torch.Tensor, RaggedCache]:
+    """The tokens that the cache holds of each row, the logits of the next ones, and the cache: an empty one."""
+    positions = trial_positions(model, 0, ids.shape[1])
+    alone = [model(input_ids=row, use_cache=False, **positions).logits.float() for row in ids.split(1)]
+    return 0, torch.cat(alone), RaggedCache(num_layers, len(ids))
+
+
+def _fed_ordinarily(model: PreTrainedModel, ids: torch.Tensor) -> tuple[int, torch.Tensor, RaggedCache]:
+    """The same with the cache of prompts that were fed in the ordinary way."""
+    start, end = ids.shape[1] - 4, ids.shape[1]
+    positions = trial_positions(model, 0, start)
+    cache, again = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    for own in (cache, again):
+        model(input_ids=ids[:, :start], use_cache=True, **{CACHE_KEY: own}, **positions)
+    rest = {CACHE_KEY: again, **trial_positions(model, start, end)}
+    logits = model(input_ids=ids[:, start:], use_cache=True, **rest).logits.float()
+    counted = torch.arange(start)[None].expand(len(ids), -1)
+    return start, logits, RaggedCache.of_prompts(cache, None, counted)
 
 
 def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
@@ -174,7 +238,7 @@ def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
     For each type of layer in the target, the mask function that says what a token attends to.
 
     Raises:
-        ValueError: for layer types that are not in [`LAYER_TYPES`].
+        CannotShareRows: for layer types that are not in [`LAYER_TYPES`].
     """
     config = model.config.get_text_config(decoder=True)
     window = optional_field(config, "sliding_window")
@@ -182,10 +246,7 @@ def mask_rules(model: PreTrainedModel) -> dict[str, Callable[..., Any]]:
     of_all = "full_attention" if window is None else "sliding_attention"
     types = layer_types(config) or {of_all}
     if unknown := sorted(types - set(LAYER_TYPES)):
-        raise ValueError(
-            f"Rows of different lengths cannot share a pass of {type(model).__name__}, which has layers of the type "
-            f"{', '.join(unknown)}. Generate for each row alone."
-        )
+        raise CannotShareRows(model, f"it has layers of the type {', '.join(unknown)}")
     rules: dict[str, Callable[[], Callable[..., Any]]] = {
         "full_attention": lambda: causal_mask_function,
         "sliding_attention": lambda: sliding_window_causal_mask_function(window),

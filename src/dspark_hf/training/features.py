@@ -34,6 +34,7 @@ from ..embeddings import SharedEmbeddings, target_embeddings
 from ..storage.atomic import whole_file, write_text
 from ..storage.single_writer import single_writer
 from ..tapping import Tap
+from ..target_config import num_decoder_layers
 from ..transformers_names import compute_device
 from .anchors import counted_drafts, draft_positions, row_generator, sample_anchors, stack_anchors
 from .collator import pad_rows
@@ -243,7 +244,7 @@ def cache_features(
     """
     plan = CachePlan(config, dtype, positions, num_anchors, seed)
     folder = Path(folder)
-    config.settle_taps(target.config.get_text_config(decoder=True).num_hidden_layers)
+    config.settle_taps(num_decoder_layers(target.config.get_text_config(decoder=True)))
     folder.mkdir(parents=True, exist_ok=True)
     with single_writer(folder):
         _write_missing(target, plan, rows, folder, batch_size, shard_rows, progress)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...tapping import Tap
+from ...target_config import num_decoder_layers
 from ...transformers_names import GenerativeModel, compute_device
 from .configuration_eagle3 import depth_taps
 from .modeling_eagle3 import Eagle3Drafter
@@ -96,7 +97,7 @@ def probe_taps(
         ValueError: when nothing could be drafted.
     """
     embeddings = drafter.bind(target)
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    depth = num_decoder_layers(target.config.get_text_config(decoder=True))
     choices = tap_choices(drafter, depth)
 
     def entries(taps: Taps) -> list[int]:
