@@ -99,3 +99,18 @@ def test_hidden_states_with_streams_are_returned_as_by_plain_generate():
         for drafted in outcome.drafted.values():
             for ours, plain in zip(drafted.hidden_states, outcome.plain.hidden_states, strict=True):
                 torch.testing.assert_close(ours, plain, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_hidden_states_with_streams_of_as_many_rows_as_streams(layout, monkeypatch):
+    """Four streams `[4, B, T, D]` and four rows: the axes can be told apart by the configuration alone."""
+    target, lengths = gemma3n(), (9, 6, 4, 7)
+    if layout == "padded":
+        monkeypatch.setattr("dspark_hf.ragged.target.can_exchange_attention", lambda model: False)
+    batch = tiny.left_padded(*(tiny.prompt(length, seed=length) for length in lengths))
+    settings = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True}
+    plain = target.generate(**batch, **settings)
+    drafted = target.generate(**batch, **settings, assistant_model=tiny.random_drafter(target))
+    assert torch.equal(drafted.sequences, plain.sequences)
+    for ours, theirs in zip(drafted.hidden_states[1:], plain.hidden_states[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)

@@ -7,10 +7,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .target_config import num_decoder_layers, optional_field
 from .transformers_names import output_hidden_states
+
+
+def batch_axis(text: PreTrainedConfig, state: torch.Tensor) -> int:
+    """
+    The axis of the rows in a hidden state; that of the tokens follows it.
+
+    AltUp keeps its streams in front of the rows, `[n, B, T, D]`; others behind the tokens, `[B, T, n, D]`.
+
+    Args:
+        text: The configuration of the target's decoder.
+        state: An entry of the target's `hidden_states`.
+    """
+    return 1 if state.dim() == 4 and optional_field(text, "altup_num_inputs") is not None else 0
 
 
 class Tap:
@@ -41,8 +54,7 @@ class Tap:
     def __init__(self, target: PreTrainedModel, indices: list[int]):
         text = target.config.get_text_config(decoder=True)
         self.indices = indices
-        # AltUp keeps its streams in front of the rows, `[n, B, T, D]`; others behind the tokens, `[B, T, n, D]`.
-        self._stream_axis = 2 if optional_field(text, "altup_num_inputs") is None else 0
+        self._text = text
         self._num_layers, self._width = num_decoder_layers(text), int(text.hidden_size)
         self._last_output: torch.Tensor | None = None
         last = {self._num_layers, self._num_layers + 1} & set(indices)
@@ -80,6 +92,10 @@ class Tap:
         # The layers of a target spread over devices leave their outputs there.
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
+    def batch_axis(self, state: torch.Tensor) -> int:
+        """The axis of the rows in a hidden state; that of the tokens follows it."""
+        return batch_axis(self._text, state)
+
     def _state(self, output: Any, index: int) -> torch.Tensor:
         last = self._last_output
         if index > self._num_layers:
@@ -92,7 +108,7 @@ class Tap:
     def _without_streams(self, state: torch.Tensor) -> torch.Tensor:
         if state.dim() == 3 and state.shape[-1] > self._width:  # Qwen4-Exp joins its streams, `[B, T, n * D]`.
             return state.unflatten(-1, (-1, self._width)).mean(2)
-        return state if state.dim() == 3 else state.mean(self._stream_axis)
+        return state if state.dim() == 3 else state.mean(0 if self.batch_axis(state) == 1 else 2)
 
     def _keep(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         state = output[0] if isinstance(output, tuple) else output

@@ -34,11 +34,11 @@ def feed_prompts(call: Call, input_ids: torch.Tensor) -> None:
     prepare_context(call.prompt, call.generator.context, input_ids)
     for fed in feed_prompt(call.prompt, input_ids):
         call.generator.context.add_prompt(fed.context_features, fed.attended)
-    num_rows = len(call.rows)
     rows = [
-        fed._replace(logits=fed.logits[row : row + 1], raw=states_of_row(fed.raw, row, num_rows)) for row in call.rows
+        fed._replace(logits=fed.logits[row : row + 1], raw=states_of_row(fed.raw, row, call.prompt))
+        for row in call.rows
     ]
-    commit(call, rows, [no_draft()] * num_rows)
+    commit(call, rows, [no_draft()] * len(rows))
     call.begin_rounds()
 
 

@@ -50,7 +50,7 @@ class Returned:
                 self.hidden_states += (states,)
             else:
                 self.hidden_states += tuple(
-                    tuple(_state_at(slot, num_slots, state) for state in states) for slot in range(num_committed)
+                    tuple(_state_at(slot, state) for state in states) for slot in range(num_committed)
                 )
         if self.attentions is not None:
             attentions = fed.raw.attentions
@@ -118,12 +118,18 @@ def stacked(rows: Sequence[tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
 
 
 def _rows_of(present: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.zeros_like(like) if tensor is None else tensor for tensor in present])
+    rows = [torch.zeros_like(like) if tensor is None else tensor for tensor in present]
+    return torch.cat(rows, dim=_batch_axis(like))
 
 
-def _state_at(slot: int, num_slots: int, state: torch.Tensor) -> torch.Tensor:
-    """The hidden state of one token of one row, `[1, N, D]` or `[1, N, n, D]` for all; `[n, 1, N, D]` with AltUp's streams."""
-    return state.narrow(1 if state.shape[1] == num_slots else 2, slot, 1)
+def _state_at(slot: int, state: torch.Tensor) -> torch.Tensor:
+    """The hidden state of one token of one row."""
+    return state.narrow(_batch_axis(state) + 1, slot, 1)
+
+
+def _batch_axis(of_row: torch.Tensor) -> int:
+    """The first axis of one row's scores, attentions or hidden states, but the second of AltUp's streams, `[n, 1, N, D]`."""
+    return 1 if of_row.dim() == 4 and of_row.shape[0] > 1 else 0
 
 
 def _attention_at(slot: int, num_slots: int, weights: torch.Tensor, layer: Any) -> torch.Tensor:

@@ -20,13 +20,13 @@ class RowStates(NamedTuple):
     attentions: tuple[torch.Tensor, ...] | None = None
 
 
-def states_of_row(raw: Any, row: int, num_rows: int) -> Any:
-    """One row's part of the output of a pass over all rows."""
-    if num_rows == 1:
+def states_of_row(raw: Any, row: int, prompt: TargetPass) -> Any:
+    """One row's part of the output of the pass over all prompts."""
+    if prompt.num_rows == 1:
         return raw
     states = raw.hidden_states
     wanted = states is not None and all(state is not None for state in states)
-    return RowStates(tuple(state[row : row + 1] for state in states) if wanted else None)
+    return RowStates(tuple(s.narrow(prompt.tap.batch_axis(s), row, 1) for s in states) if wanted else None)
 
 
 class RowsTargetPass:
@@ -81,7 +81,8 @@ class RowsTargetPass:
             raw = self._target.feed(fed, counts, output_hidden_states=wanted)
         features = self._prompt.tap.features(raw).split(counts, dim=1)
         logits = raw.logits.to(device=device, dtype=torch.float32, copy=True).split(counts, dim=1)
-        states = [state.split(counts, dim=1) for state in raw.hidden_states] if self._wants_all_states else []
+        tap, of_layers = self._prompt.tap, raw.hidden_states if self._wants_all_states else ()
+        states = [state.split(counts, dim=tap.batch_axis(state) + 1) for state in of_layers]
         of_rows: list[Any] = list(zip(*states, strict=True)) or [None] * len(counts)
         rows = zip(logits, features, of_rows, strict=True)
         return [TargetOutput(own_logits, own_features, RowStates(own)) for own_logits, own_features, own in rows]

@@ -161,7 +161,7 @@ class TargetModel:
         if not is_first_iteration and features.shape[1] > logits_to_keep:
             features = features[:, -logits_to_keep:]
             if not is_refed:
-                keep_last_states(raw, num_fed, logits_to_keep)
+                keep_last_states(raw, self.tap, logits_to_keep)
         return TargetOutput(logits, features, raw, is_whole=is_first_iteration or is_refed)
 
     def _continue_with(self, cache: Any, num_tokens: int) -> None:
@@ -171,12 +171,11 @@ class TargetModel:
             self.forgets_context = self.past_length < num_tokens
 
 
-def keep_last_states(raw: Any, num_fed: int, num_kept: int) -> None:
-    """Leaves out what the output of a pass over `num_fed` tokens of one row holds of tokens that were fed again."""
+def keep_last_states(raw: Any, tap: Tap, num_kept: int) -> None:
+    """Leaves out what the output of a pass holds of tokens that were fed again."""
 
     def axis_of(name: str, states: torch.Tensor) -> int:
-        # Attention weights `[1, H, N, T]`; hidden states `[1, N, D]` or `[1, N, n, D]`, with AltUp's streams `[n, 1, N, D]`.
-        return 2 if name == "attentions" or states.shape[1] != num_fed else 1
+        return 2 if name == "attentions" else tap.batch_axis(states) + 1  # Attention weights are `[1, H, N, T]`.
 
     for name in ("hidden_states", "attentions"):
         if (of_layers := raw.get(name)) is not None:

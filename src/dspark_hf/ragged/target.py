@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import logging
 
+from ..tapping import batch_axis
 from ..target_config import layer_types, optional_field, shares_keys
 from ..transformers_names import CACHE_KEY, takes_cache
 from ..trials import is_near, trial_ids, trial_positions
@@ -148,12 +149,20 @@ class RaggedTarget:
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
         output = self._forward(plan.on(device).groups[0].pad(token_ids), positions, mask, forward_kwargs)
 
-        def packed(states: torch.Tensor | None) -> torch.Tensor | None:
-            return None if states is None else plan.on(states.device).groups[0].unpad(states)[None]
+        def packed(states: torch.Tensor) -> torch.Tensor:
+            return plan.on(states.device).groups[0].unpad(states)[None]
+
+        text = self.model.config.get_text_config(decoder=True)
+
+        def packed_state(state: torch.Tensor | None) -> torch.Tensor | None:
+            if state is None:
+                return None
+            has_streams_first = batch_axis(text, state) == 1
+            return torch.stack([packed(stream) for stream in state]) if has_streams_first else packed(state)
 
         output.logits = packed(output.logits) if wants_logits else None
         if output.hidden_states is not None:
-            output.hidden_states = tuple(packed(states) for states in output.hidden_states)
+            output.hidden_states = tuple(packed_state(state) for state in output.hidden_states)
         return output
 
     def _forward(
