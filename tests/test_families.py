@@ -16,32 +16,32 @@ import pytest
 import target_families
 import transformers
 from family_outcomes import CRASHED, EQUAL, NO_PLAIN, REFUSED, UNTESTED, WRONG
+from transformers.cache_utils import StaticLayer
 
 import tiny
 
 ROOT = Path(__file__).parents[1]
 
+ALL = {"one row", "several rows", "static cache", "second turn"}
 # Mapping and family: what is special about it, and its columns that are not equal.
-SAMPLE: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
-    ("causal", "llama4_text"): ("attention in chunks", {}),
-    ("causal", "gemma3n_text"): ("several residual streams", {}),
-    ("causal", "doge"): ("layers with masks of their own", {}),
-    ("causal", "longcat_flash"): ("two attentions per layer", {}),
-    ("causal", "bloom"): ("no positions, a bias instead", {}),
-    ("causal", "openai-gpt"): ("no cache", {"second turn": NO_PLAIN}),
-    ("causal", "bamba"): ("recurrent state", {}),
-    ("causal", "mamba"): (
-        "wrong over several tokens",
-        dict.fromkeys(("one row", "several rows", "static cache", "second turn"), REFUSED),
-    ),
-    ("causal", "moshi"): (
-        "a window that no mask has",
-        dict.fromkeys(("one row", "several rows", "static cache", "second turn"), REFUSED),
-    ),
-    ("image-text", "paligemma"): ("positions that begin at 1", {}),
-    ("image-text", "mllama"): ("layers whose cache holds an image", {}),
-    ("image-text", "qwen2_5_vl"): ("positions with several axes", {}),
+SAMPLE: dict[tuple[str, str], tuple[str, set[str]]] = {
+    ("causal", "llama4_text"): ("attention in chunks", set()),
+    ("causal", "gemma3n_text"): ("several residual streams", set()),
+    ("causal", "doge"): ("layers with masks of their own", set()),
+    ("causal", "longcat_flash"): ("two attentions per layer", set()),
+    ("causal", "bloom"): ("no positions, a bias instead", set()),
+    ("causal", "openai-gpt"): ("no cache", {"second turn"}),
+    ("causal", "bamba"): ("recurrent state", set()),
+    ("causal", "mamba"): ("wrong over several tokens", ALL),
+    ("causal", "moshi"): ("a window that no mask has", ALL),
+    ("image-text", "paligemma"): ("positions that begin at 1", set()),
+    ("image-text", "mllama"): ("layers whose cache holds an image", set()),
+    ("image-text", "qwen2_5_vl"): ("positions with several axes", set()),
 }
+# Older versions of transformers cannot crop static caches, and take other layouts of pixels.
+STRICT = {"one row", "several rows", "second turn"} | (
+    {"static cache", "with images"} if StaticLayer.is_croppable else set()
+)
 OTHERS = [
     (mapping, family)
     for mapping, families in target_families.MAPPINGS.items()
@@ -53,10 +53,15 @@ OTHERS = [
 @pytest.mark.parametrize(("mapping", "family"), SAMPLE, ids=lambda name: name)
 def test_what_models_do_differently(mapping, family):
     found = family_outcomes.outcomes(mapping, family)
-    _, others = SAMPLE[mapping, family]
-    assert {name: family_outcomes.state(outcome) for name, outcome in found.items()} == dict.fromkeys(
-        found, EQUAL
-    ) | others, found
+    _, not_equal = SAMPLE[mapping, family]
+    for name, outcome in found.items():
+        state = family_outcomes.state(outcome)
+        if name in not_equal:
+            assert state in (REFUSED, NO_PLAIN), (name, outcome)
+        elif name in STRICT:
+            assert state == EQUAL, (name, outcome)
+        else:
+            assert state not in (WRONG, CRASHED), (name, outcome)
 
 
 @pytest.mark.slow

@@ -334,6 +334,14 @@ def test_a_static_cache_that_cannot_be_rolled_back_is_refused():
     assert "StaticCache cannot be rolled back" in message
 
 
+def test_a_cache_that_holds_more_than_its_layers_is_refused():
+    """Models of older versions keep the positions of all tokens there."""
+    target = rig.target()
+    cache = DynamicCache(config=target.config)
+    cache.position_ids = torch.arange(9)
+    assert "it keeps more than its layers" in rig.refusing(target, **{CACHE_KEY: cache})
+
+
 class ToyQuantizedLayer(QuantizedLayer):
     """Quantizes nothing."""
 

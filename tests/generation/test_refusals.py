@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import target_families
 import torch
 from generation import rig
 from transformers import T5Config, T5ForConditionalGeneration
@@ -63,6 +64,34 @@ def test_a_drafter_of_another_target(fields, words):
     drafter = tiny.random_drafter(made_for, target_layer_ids=[0, 2], target_name_or_path="some/target")
     message = rig.refusing(tiny.qwen3(**fields), drafter=drafter)
     assert all(word in message for word in [*words, "some/target", "DSparkConfig.for_target"]), message
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("moshi", ["keeps the last 8 tokens", "masks hide no others"]),
+        ("rwkv", ["transformers makes no cache for RwkvForCausalLM"]),
+        ("xlstm", ["transformers makes no cache for xLSTMForCausalLM"]),
+        ("cpmant", ["other logits for several tokens in one pass on top of others"]),
+        ("jamba", ["other logits for several tokens in one pass on top of its recurrent state"]),
+        ("rembert", ["has width 256", "needs its own embedding"]),
+        ("xlm", ["XLMWithLMHeadModel"]),
+    ],
+)
+def test_families_that_cannot_be_exact(family, words):
+    message = rig.refusing(target_families.build("causal", family), max_new_tokens=12)
+    assert all(word in message for word in words), message
+
+
+def test_a_window_that_the_text_does_not_outgrow():
+    rig.compare(target_families.build("causal", "moshi"), tiny.prompt(3), max_new_tokens=5)
+
+
+def test_a_configuration_that_turns_the_cache_off():
+    target = tiny.qwen3(num_hidden_layers=2)
+    target.generation_config.use_cache = False
+    assert "use_cache=False in the configuration of Qwen3ForCausalLM" in rig.refusing(target)
+    rig.compare(target, use_cache=True)
 
 
 def test_a_refused_call_does_not_change_the_target():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import scipy.stats
+import target_families
 import torch
 from generation import rig
 from ragged import families
@@ -10,7 +11,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import tiny
 from dspark_hf import record_speculation
-from dspark_hf.generation import rows_target_pass
+from dspark_hf.generation import rows_target_pass, single_rows_target_pass
+from dspark_hf.ragged import exchange
 from dspark_hf.ragged import target as ragged_target
 from dspark_hf.scheduling import AsyncThroughputScheduler, ConfidenceThreshold, FixedLength, ThroughputScheduler
 from dspark_hf.transformers_names import CACHE_KEY
@@ -59,6 +61,25 @@ def test_each_row_equals_the_row_decoded_alone(family, packed, monkeypatch):
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_rows_of_other_kinds_of_attention(family):
     assert_rows_as_alone(families.target_of(family, **({"num_hidden_layers": 2} | EVERY_KIND.get(family, {}))))
+
+
+@pytest.mark.parametrize(("family", "reason"), [("bloom", "a trial with two rows"), ("openai-gpt", "has no cache")])
+def test_rows_that_cannot_share_a_pass_take_their_own(family, reason, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(single_rows_target_pass.logger, "warning_once", warnings.append)
+    assert_rows_as_alone(target_families.build("causal", family))
+    assert warnings and all(reason in text and "passes" in text for text in warnings), warnings
+
+
+def test_packed_rows_that_influence_each_other_are_padded(monkeypatch):
+    """Found by a trial, once for each target."""
+    target, warnings, attention = tiny.qwen3(num_hidden_layers=2), [], exchange.ragged_attention
+    monkeypatch.setattr(
+        exchange, "ragged_attention", lambda *args, **kwargs: (attention(*args, **kwargs)[0] * 1.5, None)
+    )
+    monkeypatch.setattr(ragged_target.logger, "warning_once", warnings.append)
+    assert_rows_as_alone(target)
+    assert warnings and "a trial with two packed rows" in warnings[0], warnings
 
 
 def test_rows_end_at_their_own_time():

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import target_families
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -181,6 +182,19 @@ def test_for_target_reads_the_text_part_of_a_multimodal_target():
     assert (c.hidden_size, c.vocab_size, c.num_target_layers) == (32, 128, 4)
     # Positions of the drafter are plain and its rotation is whole, whatever the target's are.
     assert c.rope_parameters.keys() == {"rope_type", "rope_theta"}
+
+
+@pytest.mark.parametrize("family", ["codegen", "cpmant", "longcat_flash", "mamba2", "roc_bert", "rwkv", "openai-gpt"])
+def test_for_target_of_configurations_with_other_fields(family):
+    target = target_families.config_of(family)
+    c = DSparkConfig.for_target(target, mask_token_id=tiny.MASK_ID)
+    assert (c.vocab_size, c.hidden_size, c.num_target_layers) == (tiny.VOCAB_SIZE, tiny.HIDDEN_SIZE, tiny.NUM_LAYERS)
+    assert c.num_attention_heads >= 1
+
+
+def test_for_target_of_a_configuration_without_a_width():
+    with pytest.raises(ValueError, match="BltConfig has no hidden_size: there is no drafter for this family"):
+        DSparkConfig.for_target(target_families.config_of("blt"))
 
 
 def test_for_target_lets_every_field_be_given():
