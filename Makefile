@@ -5,8 +5,9 @@
 #   make test-numeric  the tests that compare numbers, where results are rounded differently: loaded weights at addresses
 #                  that are no multiple of 16 bytes, then a processor without AVX-512
 #   make test-pythons  the tests on the lowest and the highest supported Python that this machine has
-#   make slow      the tests that take longer, and those of `make interop`
+#   make slow      the tests that take longer, and those of `make interop` and `make quantized`
 #   make interop   the speculators package loads our files and we load its
+#   make quantized targets quantized by torchao, bitsandbytes, HQQ, quanto and compressed-tensors; an environment of its own
 #   make quality   lint, format and types
 #   make docs      the documentation, into site/, warnings being errors
 #   make notebook  runs the notebook of examples/ from a fresh kernel; NOTEBOOK=--inplace keeps its outputs
@@ -23,6 +24,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
+VENV_QUANTIZED ?= .venv-quantized
 TORCH_SPEC ?= torch==2.13.0
 LOWEST_TRANSFORMERS ?= 5.17.0
 PYTEST ?=
@@ -37,12 +39,14 @@ READY_DEMO := $(VENV)/.ready-demo-$(KEY)
 READY_DOCS := $(VENV)/.ready-docs-$(KEY)
 READY_NOTEBOOK := $(VENV)/.ready-notebook-$(KEY)
 READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
+READY_QUANTIZED := $(VENV_QUANTIZED)/.ready-$(KEY)
 READY_SPECULATORS := $(VENV_LOWEST)/.ready-speculators-$(KEY)
 
 # pip shows what it downloads: the first call can take minutes.
 PIP := -m pip --disable-pip-version-check --no-input install
 IN_VENV := $(VENV)/bin/python
 IN_LOWEST := $(VENV_LOWEST)/bin/python
+IN_QUANTIZED := $(VENV_QUANTIZED)/bin/python
 
 # Supported versions of Python, and where each is: on the PATH, or installed by pyenv; empty where the machine has none.
 PYTHONS := 3.10 3.11 3.12 3.13
@@ -50,7 +54,7 @@ python_of = $(firstword $(shell python$(1) -c 'import sys; print(sys.executable)
     $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python))
 FOUND_PYTHONS = $(foreach version,$(PYTHONS),$(if $(call python_of,$(version)),$(version)))
 
-.PHONY: demo test test-one test-numeric test-pythons slow interop quality docs notebook package format env clean
+.PHONY: demo test test-one test-numeric test-pythons slow interop quantized quality docs notebook package format env clean
 
 demo: $(READY_DEMO)
 	@$(IN_VENV) examples/quickstart.py
@@ -76,12 +80,16 @@ test-pythons:
 test-one: $(READY)
 	$(IN_VENV) $(RUN_TESTS) $(PYTEST)
 
-slow: $(READY) $(READY_DEMO) interop
+slow: $(READY) $(READY_DEMO) interop quantized
 	$(IN_VENV) -m pytest -m "slow and not gpu" $(PYTEST)
 
 # The software that our files are written for, on both sides of them.
 interop: $(READY_SPECULATORS)
 	$(IN_LOWEST) -m pytest -m slow tests/checkpoints/test_speculators_package.py
+
+# transformers imports some of these packages whenever they are there, so the other tests do without them.
+quantized: $(READY_QUANTIZED)
+	$(IN_QUANTIZED) -m pytest tests/generation/test_quantized_targets.py $(PYTEST)
 
 quality: $(READY)
 	$(IN_VENV) -m ruff check .
@@ -111,7 +119,7 @@ format: $(READY)
 env: $(READY) $(READY_DEMO) $(READY_DOCS) $(READY_LOWEST)
 
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) .venv-python3.*
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_QUANTIZED) .venv-python3.*
 
 # torch comes first and by itself, so that no other package's requirement decides which build it is.
 $(IN_VENV):
@@ -148,12 +156,22 @@ $(READY_NOTEBOOK): $(READY) $(READY_DEMO)
 	@$(IN_VENV) $(PIP) -e '.[notebook]'
 	@rm -f $(VENV)/.ready-notebook-* && touch $@
 
-# Sees the packages of the first environment behind its own, so only what differs is installed.
+# Both environments see the packages of the first one behind their own, so only what differs is installed.
+define behind_the_first
+rm -rf $(1)
+$(IN_VENV) -m venv $(1)
+$(IN_VENV) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+    > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_behind.pth"
+endef
+
+$(READY_QUANTIZED): $(READY)
+	$(call behind_the_first,$(VENV_QUANTIZED))
+	$(IN_QUANTIZED) $(PIP) --no-deps torchao==0.18.0 bitsandbytes==0.50.2 hqq==0.2.8.post1 compressed-tensors==0.20.1 \
+	    einops loguru pydantic pydantic-core termcolor
+	touch $@
+
 $(READY_LOWEST): $(READY)
-	rm -rf $(VENV_LOWEST)
-	$(IN_VENV) -m venv $(VENV_LOWEST)
-	$(IN_VENV) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	    > "$$($(IN_LOWEST) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_behind.pth"
+	$(call behind_the_first,$(VENV_LOWEST))
 	$(IN_LOWEST) $(PIP) 'transformers==$(LOWEST_TRANSFORMERS)' 'huggingface-hub<2'
 	$(IN_LOWEST) -c 'import transformers, dspark_hf; assert transformers.__version__ == "$(LOWEST_TRANSFORMERS)", transformers'
 	touch $@

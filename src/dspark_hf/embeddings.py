@@ -102,7 +102,7 @@ class SharedEmbeddings:
 
     def embed(self, token_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Rows `[..., D]` of `token_ids` `[...]`, on the device and in the dtype of `like`."""
-        token_ids = token_ids.to(_device(self.embed_tokens, token_ids.device))
+        token_ids = token_ids.to(device_of(self.embed_tokens, token_ids.device))
         if self.raw_embeddings:
             with on_its_device(self.embed_tokens):
                 weight = self.embed_tokens.weight
@@ -124,7 +124,7 @@ class SharedEmbeddings:
 
     def target_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Raw logits `[..., V]` over the head's whole vocabulary."""
-        inputs = hidden_states.to(_device(self.lm_head, hidden_states.device))
+        inputs = hidden_states.to(device_of(self.lm_head, hidden_states.device))
         dtype = _compute_dtype(self.lm_head) or self._compute_dtype
         if dtype is not None and not torch.is_autocast_enabled(inputs.device.type):
             inputs = inputs.to(dtype)
@@ -133,7 +133,7 @@ class SharedEmbeddings:
     def _gather_head_rows(self) -> torch.Tensor | None:
         """The head's rows for the draft vocabulary; `None` if it is not a plain linear layer: then logits are selected."""
         head = self.lm_head
-        if self.draft_token_ids is None or not is_linear_of(head) or head.bias is not None or has_device_hook(head):
+        if self.draft_token_ids is None or not is_linear(head) or head.bias is not None or has_device_hook(head):
             return None
         weight = head.weight.detach()
         self._gathered_from = Stamp(head.weight), Stamp(self.draft_token_ids)
@@ -193,7 +193,7 @@ def is_plain(weight: torch.Tensor | None) -> bool:
     return weight.dtype in COMPUTE_DTYPES
 
 
-def is_linear_of(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Whether a module is its weight and bias and nothing else: not quantized, and without an adapter or wrapped `forward`."""
     has_own_forward = "forward" in vars(module) and not has_device_hook(module)
     return type(module) is nn.Linear and is_plain(module.weight) and not has_own_forward
@@ -217,7 +217,7 @@ def _weight_to_copy(module: nn.Module, name: str) -> torch.Tensor:
     return weight
 
 
-def _device(module: nn.Module, default: torch.device) -> torch.device:
+def device_of(module: nn.Module, default: torch.device) -> torch.device:
     """The device a module expects its input on; `default` if hooks move its inputs, or it has no tensors."""
     held = next(itertools.chain(module.parameters(), module.buffers()), None)
     return default if has_device_hook(module) or held is None or held.is_meta else held.device

@@ -160,6 +160,11 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return any(module._compiled_call_impl is not None or uncompiled(module) is not None for module in model.modules())
 
 
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether transformers has loaded the model with quantized layers."""
+    return bool(getattr(model, "is_quantized", False))
+
+
 def has_own_adapter(model: Any) -> bool:
     """Whether the model has an adapter from `add_adapter`, which does not make it a PEFT model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))

@@ -127,3 +127,127 @@ def test_stored_rows_of_a_quantized_embedding_are_refused():
     message = rig.refusing(target, drafter=tiny.random_drafter(rig.target(), raw_embeddings=True))
     assert "PackedEmbedding are quantized" in message
     rig.compare(target)
+
+
+# ---------------------------------------------------------------------- a token alone and beside others
+
+
+class EightBit(nn.Linear):
+    """Quantizes what it is given, as `scales` says for states `[B, T, D]`."""
+
+    scales = staticmethod(lambda states: states.abs().amax(dim=-1, keepdim=True) / 127)
+
+    def forward(self, states):
+        scales = self.scales(states)
+        return super().forward((states / scales).round().clamp(-127, 127) * scales)
+
+
+class PerTensor(EightBit):
+    scales = staticmethod(lambda states: states.abs().max() / 127)
+
+
+class Static(EightBit):
+    scales = staticmethod(lambda states: torch.tensor(0.05))
+
+
+class Outliers(EightBit):
+    """Columns with an entry above 6 are not quantized, whichever token has it."""
+
+    def forward(self, states):
+        is_outlier = (states.abs() > 6).flatten(0, -2).any(dim=0)
+        rest = super().forward(states.masked_fill(is_outlier, 0))
+        return rest + nn.functional.linear(states * is_outlier, self.weight)
+
+
+def with_layers(cls, **fields):
+    """A target with linear layers of this class in its first decoder layer."""
+    target = tiny.qwen3(num_hidden_layers=2, hidden_size=128, **fields)
+    for name, module in list(target.model.layers[0].named_modules()):
+        if isinstance(module, nn.Linear):
+            layer = cls(module.in_features, module.out_features, bias=False)
+            layer.weight = module.weight
+            target.model.layers[0].set_submodule(name, layer)
+    return target
+
+
+@pytest.mark.parametrize("cls", [EightBit, Static])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_quantized_activations_of_each_token(cls, dtype):
+    target = with_layers(cls).to(dtype)
+    drafted = target.generate(**tiny.prompt(), **GREEDY, assistant_model=tiny.random_drafter(target))
+    assert drafted.shape == (1, 25)
+
+
+@pytest.mark.parametrize("cls", [PerTensor, Outliers])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_activations_quantized_together_are_refused(cls, dtype):
+    target = with_layers(cls).to(dtype)
+    for inputs in (tiny.prompt(), tiny.prompt(num_rows=2)):
+        for drafter in (tiny.random_drafter(target), tiny.eagle3_drafter(target)):
+            message = rig.refusing(target, drafter=drafter, **inputs)
+            assert f"({cls.__name__}) give a token another result when other tokens are in the same pass" in message
+
+
+def test_a_target_that_is_quantized_after_a_call_is_tried_again():
+    target = with_layers(EightBit)
+    target.generate(**tiny.prompt(), **GREEDY, assistant_model=tiny.random_drafter(target))
+    target.lm_head = PerTensor(128, tiny.VOCAB_SIZE, bias=False)
+    assert "(PerTensor)" in rig.refusing(target)
+
+
+def test_each_quantized_layer_is_tried_once():
+    calls = []
+    target = with_layers(EightBit)
+    layer = target.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, args, output: calls.append(tuple(output.shape)))
+    call = tiny.prompt() | {"do_sample": False, "max_new_tokens": 1, "assistant_model": tiny.random_drafter(target)}
+    target.generate(**call)
+    assert len(calls) == 4  # A first pass, a token alone, a token beside another, and the prompt.
+    target.generate(**call)
+    assert len(calls) == 5
+
+
+def test_a_plain_target_is_not_tried(monkeypatch):
+    monkeypatch.setattr("dspark_hf.generation.pass_trial.PromptedTarget", None)
+    for target in (rig.target(), rig.target("gemma3")):
+        target.generate(**tiny.prompt(), **GREEDY, assistant_model=tiny.random_drafter(target))
+
+
+def test_a_target_that_computes_nan_is_not_called_quantized_together():
+    target = with_layers(EightBit)
+    layer = target.model.layers[0].mlp.down_proj
+    layer.weight = nn.Parameter(torch.full_like(layer.weight, torch.nan))
+    plain = target.generate(**tiny.prompt(), **GREEDY)
+    assert torch.equal(target.generate(**tiny.prompt(), **GREEDY, assistant_model=tiny.random_drafter(target)), plain)
+
+
+# ---------------------------------------------------------------------- training mode
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_training_mode_with_dropout_is_refused(family):
+    target = tiny.TARGETS[family](attention_dropout=0.1).train()
+    assert "is in training mode, where dropout makes every pass another" in rig.refusing(target)
+    rig.compare(target.eval())
+
+
+# transformers 5.24 calls it activation checkpointing.
+with_checkpoints = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+
+
+@with_checkpoints
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_training_mode_with_checkpoints_and_no_dropout(family):
+    target = tiny.TARGETS[family]().train()
+    target.gradient_checkpointing_enable()
+    rig.compare(target)
+
+
+@with_checkpoints
+@pytest.mark.parametrize("make", [tiny.random_drafter, tiny.eagle3_drafter], ids=["DSpark", "EAGLE-3"])
+def test_a_drafter_in_training_mode_with_checkpoints(make):
+    drafter = make(rig.target()).train()
+    drafter.gradient_checkpointing_enable()
+    plain = rig.target().generate(**tiny.prompt(), **GREEDY)
+    assert torch.equal(rig.target().generate(**tiny.prompt(), **GREEDY, assistant_model=drafter), plain)
+    assert drafter.training

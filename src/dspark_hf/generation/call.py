@@ -21,6 +21,7 @@ from .draft_settings import backoff_of, draft_settings
 from .generators import generator_of
 from .logits_process import is_rowwise
 from .output import Output
+from .pass_trial import check_passes
 from .requirements import check_call, unwrap_drafter
 from .returned import Returned, assemble, padded
 from .rollback import has_states
@@ -197,6 +198,7 @@ def prepare_call(
     num_drafts, scheduler = draft_settings(
         base, model, options.num_assistant_tokens, options.assistant_confidence_threshold, options.verify_scheduler
     )
+    check_passes(model)
     num_rows, do_sample = len(input_ids), bool(generation_config.do_sample)
     rules = StoppingRules(stopping_criteria, generation_config)
     processors = [processors_for_row(logits_processor, row, num_rows) for row in range(num_rows)]

@@ -1,0 +1,104 @@
+"""Whether a pass gives each token what it would get alone, which verifying several drafts in one pass relies on.
+
+Two ways of running a target break it. Quantized layers may have one scale for the activations of all tokens of a pass, or
+choose outlier columns for all of them: then a token gets another result when others stand beside it. And in training mode,
+dropout makes every pass another. No class or setting tells reliably, so both are tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..embeddings import device_of, is_linear
+from ..transformers_names import compute_device, is_quantized
+from .requirements import refuse
+from .rollback_trial import PromptedTarget
+
+# How far the outputs of a layer may be apart on average, in standard deviations. Layers that treat each token by itself stay
+# below .002, which is the rounding of bfloat16; others are above .015.
+_TOLERANCE = 0.01
+
+_mixes_tokens: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def check_passes(model: PreTrainedModel) -> None:
+    """
+    Refuses targets whose tokens depend on more than the tokens before them. Each quantized layer is tried once.
+
+    Raises:
+        ValueError: where tokens of a pass influence each other, or chance does.
+    """
+    layers = list(quantized_layers(model))
+    untried = [layer for layer in layers if layer not in _mixes_tokens]
+    if untried:
+        with contextlib.suppress(Exception):  # Some formats unpack their weights in the first pass.
+            PromptedTarget(model, some_tokens(model, 2))
+    for layer in untried:
+        _mixes_tokens[layer] = mixes_tokens(layer, model.dtype)
+    for layer in layers:
+        if _mixes_tokens[layer]:
+            refuse(
+                f"its quantized layers ({type(layer).__name__}) give a token another result when other tokens are in the same "
+                "pass, because they quantize the activations of all tokens together. Quantize weights only, or each token alone"
+            )
+    if model.training and not repeats(model):
+        refuse(
+            f"{type(model).__name__} is in training mode, where dropout makes every pass another. Call eval() on the target"
+        )
+
+
+def quantized_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The linear layers of decoder and LM head that may be quantized: where transformers has quantized, all of them."""
+    is_any = is_quantized(model)
+    for part in (model.get_decoder(), model.get_output_embeddings()):
+        for layer in () if part is None else part.modules():
+            if isinstance(getattr(layer, "in_features", None), int) and (is_any or not is_linear(layer)):
+                yield layer
+
+
+@torch.no_grad()
+def mixes_tokens(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """
+    Whether a linear layer gives a token another result when another one stands beside it.
+
+    The first token has one large entry, so that 8 bits leave little for the others. The second token is far larger, so a scale or
+    outlier columns that both share change what is left of the first.
+
+    Args:
+        layer: The layer, with a number of `in_features`.
+        dtype: What the model computes in.
+    """
+    size = layer.in_features
+    assert isinstance(size, int)
+    states = torch.randn(1, 2, size, generator=torch.Generator().manual_seed(0))  # [1, 2, D]
+    states *= torch.tensor([[0.1], [30.0]])
+    states[0, 0, 0] = 5.0
+    states = states.to(device_of(layer, torch.device("cpu")), dtype)
+    try:
+        alone, beside = layer(states[:, :1]).float(), layer(states)[:, :1].float()
+    except Exception:  # It takes other inputs, or the model does not run here at all.
+        return False
+    return bool((beside - alone).abs().mean() > _TOLERANCE * alone.std())
+
+
+@torch.no_grad()
+def repeats(model: PreTrainedModel) -> bool:
+    """Whether two passes over the same tokens give the same logits."""
+    ids = some_tokens(model, 8)
+    try:
+        first, second = (PromptedTarget(model, ids[:, :4]).feed(ids[:, 4:]) for _ in range(2))
+    except Exception:  # It cannot be fed in this form, so nothing is known.
+        return True
+    return torch.equal(first, second)
+
+
+def some_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Token ids to try the model with, `[1, length]`."""
+    ids = torch.arange(1, length + 1, device=compute_device(model))[None]
+    return ids % model.config.get_text_config(decoder=True).vocab_size
