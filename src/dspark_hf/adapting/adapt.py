@@ -44,7 +44,7 @@ from ..storage.atomic import write_text
 from ..training.features import CachePlan, cache_features
 from ..training.options import train_command
 from ..training.run import TrainingRun, train
-from ..transformers_names import GenerativeModel
+from ..transformers_names import GenerativeModel, compute_device
 from .budget import PROBED_STEPS, Deadline, StepClock, steps_within
 from .comparison import Change, compare, verdict
 from .settings import AdaptSettings
@@ -130,7 +130,7 @@ class _Run:
         self.target: GenerativeModel
         self.tokenizer: PreTrainedTokenizerBase
         self.target, self.tokenizer = load_target(settings.target, settings.dtype, self.device)
-        self.before.to(self.target.device).bind(self.target)
+        self.before.to(compute_device(self.target)).bind(self.target)
 
     def finish(self) -> Adaptation:
         settings = self.settings

@@ -15,6 +15,7 @@ from ..evaluation.replay import Replay, replay
 from ..evaluation.statistics import Estimate, bootstrap, ratio_of_sums
 from ..training.features import target_features
 from ..training.target_logits import logit_rule
+from ..transformers_names import compute_device
 
 TOLERATED_LOSS = 0.02  # On general prompts.
 
@@ -66,7 +67,7 @@ def compare(
     rule = logit_rule(target)
     found: list[tuple[Replay, Replay]] = []
     for done, row in enumerate(answers, start=1):
-        ids = torch.as_tensor(row["input_ids"], device=target.device).long()[None]
+        ids = torch.as_tensor(row["input_ids"], device=compute_device(target)).long()[None]
         features = target_features(target, before.config.hidden_state_indices, ids)
         pair = [replay(drafter, target, row, temperature, features, rule) for drafter in (before, after)]
         if pair[0].tokens:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..embeddings import device_of, is_linear
-from ..transformers_names import compute_device, is_quantized
+from ..embeddings import device_of
+from ..trials import quantized_layers, trial_ids
 from .requirements import refuse
 from .rollback_trial import PromptedTarget
 
@@ -38,7 +37,7 @@ def check_passes(model: PreTrainedModel) -> None:
     untried = [layer for layer in layers if layer not in _mixes_tokens]
     if untried:
         with contextlib.suppress(Exception):  # Some formats unpack their weights in the first pass.
-            PromptedTarget(model, some_tokens(model, 2))
+            PromptedTarget(model, trial_ids(model, 2)[None])
     for layer in untried:
         _mixes_tokens[layer] = mixes_tokens(layer, model.dtype)
     for layer in layers:
@@ -51,15 +50,6 @@ def check_passes(model: PreTrainedModel) -> None:
         refuse(
             f"{type(model).__name__} is in training mode, where dropout makes every pass another. Call eval() on the target"
         )
-
-
-def quantized_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The linear layers of decoder and LM head that may be quantized: where transformers has quantized, all of them."""
-    is_any = is_quantized(model)
-    for part in (model.get_decoder(), model.get_output_embeddings()):
-        for layer in () if part is None else part.modules():
-            if isinstance(getattr(layer, "in_features", None), int) and (is_any or not is_linear(layer)):
-                yield layer
 
 
 @torch.no_grad()
@@ -90,15 +80,9 @@ def mixes_tokens(layer: nn.Module, dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def repeats(model: PreTrainedModel) -> bool:
     """Whether two passes over the same tokens give the same logits."""
-    ids = some_tokens(model, 8)
+    ids = trial_ids(model, 8)[None]
     try:
         first, second = (PromptedTarget(model, ids[:, :4]).feed(ids[:, 4:]) for _ in range(2))
     except Exception:  # It cannot be fed in this form, so nothing is known.
         return True
     return torch.equal(first, second)
-
-
-def some_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
-    """Token ids to try the model with, `[1, length]`."""
-    ids = torch.arange(1, length + 1, device=compute_device(model))[None]
-    return ids % model.config.get_text_config(decoder=True).vocab_size

@@ -116,7 +116,7 @@ def is_exact(model: PreTrainedModel) -> bool:
         return False
     # Where the cache was cropped, the first two are not fed again.
     expected = torch.cat([expected[:, :2], expected[:, -again.shape[1] :]], dim=1)
-    return is_near(torch.cat([first[:, :2], again], dim=1), expected, model.dtype)
+    return is_near(torch.cat([first[:, :2], again], dim=1), expected, model)
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def is_right_when_static(model: PreTrainedModel, length: int) -> bool:
         logits = static.feed(ids[:, -1:])
     except Exception:  # Whatever the model objects to, it cannot be fed in this form.
         return False
-    return is_near(logits, PromptedTarget(model, ids[:, :-1]).feed(ids[:, -1:]), model.dtype)
+    return is_near(logits, PromptedTarget(model, ids[:, :-1]).feed(ids[:, -1:]), model)
 
 
 def _tensors_on_modules(model: PreTrainedModel) -> list[torch.Tensor]:

@@ -174,4 +174,4 @@ def _is_right(model: PreTrainedModel) -> bool:
     except Exception:  # Whatever the model objects to, it does not take rows in this form.
         return False
     expected = [alone[0][:4], alone[1][:2], alone[0][:4], alone[1][:4], alone[0][4:], alone[1][4:]]
-    return is_near(torch.cat(together).float(), torch.cat(expected), model.dtype)
+    return is_near(torch.cat(together).float(), torch.cat(expected), model)

@@ -219,7 +219,7 @@ def _is_right(model: PreTrainedModel, num_layers: int, with_prompts: bool) -> bo
     except Exception:  # Any error means that the model does not support rows in this form.
         return False
     together = torch.stack([torch.cat(parts) for parts in logits])
-    return is_near(together, expected[:, : together.shape[1]], model.dtype)
+    return is_near(together, expected[:, : together.shape[1]], model)
 
 
 def _fed_alone(model: PreTrainedModel, ids: torch.Tensor, num_layers: int) -> tuple[int, torch.Tensor, RaggedCache]:
