@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import engine_rules
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,6 +17,7 @@ from dspark_hf.checkpoints import export, inspect_checkpoint
 pytestmark = pytest.mark.integration
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
+MIXED = SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}
 DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
 ALL = set(DSparkConfig.export_formats)
 
@@ -30,7 +32,14 @@ KINDS = {
     "DeepSpec's DFlash": (DFLASH, {"deepspec", "speculators", "modelopt"}),
     "sliding and causal": (SLIDING, {"vllm-sglang", "speculators", "modelopt"}),
     "sliding both ways": (SLIDING | {"is_causal": False}, {"vllm-sglang", "speculators", "modelopt"}),
-    "mixed layers": (SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, {"speculators"}),
+    "mixed layers": (MIXED, {"vllm-sglang", "speculators"}),
+    "mixed layers both ways": (MIXED | {"is_causal": False}, {"vllm-sglang", "speculators"}),
+    "mixed layers of DFlash": (DFLASH | MIXED | {"sample_from_anchor": False}, {"vllm-sglang", "speculators"}),
+    "DFlash, sliding and causal": (
+        DFLASH | SLIDING | {"sample_from_anchor": False},
+        {"vllm-sglang", "speculators", "modelopt"},
+    ),
+    "full and causal": ({"is_causal": True}, {"vllm-sglang", "modelopt"}),
     "yarn": (
         {
             "rope_parameters": {
@@ -196,7 +205,6 @@ NOT_SERVED = {
     "rnn head": dict.fromkeys(("vLLM", "llama.cpp"), "only supports vanilla sequential heads, not rnn"),
     "reduced vocabulary": {"SGLang": "no reduced draft vocabulary"},
     "embedding tapped": {"SGLang": "cannot tap the embedding output"},
-    "attention sinks": {"SGLang": "attention sinks"},
 }
 
 
@@ -208,6 +216,55 @@ def test_an_engine_that_cannot_serve_it_is_named_with_the_reason(kind: str, reas
         assert reason in "; ".join(written.refused[engine])
         assert engine not in written.launch
         assert f"not for {engine}" in str(written)
+
+
+def test_vllm_makes_the_layers_of_a_speculators_dflash_drafter_alike(tmp_path: Path):
+    written = export(drafter_of("mixed layers of DFlash"), tmp_path / "out", "speculators")
+    assert written.refused["vLLM"] == ["some draft layers are causal and some are not"]
+    assert "vLLM" in export(drafter_of("mixed layers of DFlash"), tmp_path / "other", "vllm-sglang").launch
+
+
+def test_another_activation_is_for_no_engine(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"No engine.*\n- vLLM: its draft layers have silu.*this drafter's gelu"):
+        export(drafter_of("as it is", hidden_act="gelu"), tmp_path / "out", "vllm-sglang")
+
+
+@pytest.mark.parametrize(("kind", "format"), HELD, ids=" in ".join)
+def test_engines_derive_this_drafter_from_the_fields(kind: str, format: str, tmp_path: Path):
+    drafter = drafter_of(kind)
+    config = drafter.config
+    written = export(drafter, tmp_path / "out", format)
+    fields = json.loads((written.path / "config.json").read_text())
+    with safe_open(written.path / "model.safetensors", framework="pt") as opened:
+        names, dtypes = set(opened.keys()), {opened.get_slice(name).get_dtype() for name in opened.keys()}
+    layers = range(config.num_hidden_layers)
+    meant = engine_rules.Reading(
+        method="dspark" if config.markov_rank else "dflash",
+        causal=[config.layer_is_causal(i) for i in layers],
+        windows=[config.layer_window(i) for i in layers],
+        aux_layers=config.hidden_state_indices,
+        sample_from_anchor=config.sample_from_anchor,
+        mask_token_id=config.mask_token_id,
+        markov_rank=config.markov_rank,
+        confidence_with_markov=config.confidence_head_with_markov if config.enable_confidence_head else None,
+        rotated_part=1.0,
+        rope_theta=config.rope_parameters["rope_theta"],
+        rotary_interleaved=config.rotary_interleaved,
+        draft_vocab_size=config.logits_size,
+        target_hidden_size=config.target_hidden_size,
+    )
+    for engine in engine_rules.READERS.keys() & written.launch.keys():
+        assert engine_rules.READERS[engine](fields) == meant, engine
+    # Both share the target's embedding and LM head where the file has none, and take every tensor as `dtype` says.
+    assert not fields["tie_word_embeddings"]
+    assert (
+        names.isdisjoint({"embed_tokens.weight", "lm_head.weight"}) or config.draft_vocab_size or format == "deepspec"
+    )
+    assert dtypes <= {"F32", "I64", "BOOL"} and fields["dtype"] == "float32"
+    if config.draft_vocab_size:
+        tensors = load_file(written.path / "model.safetensors")
+        assert torch.equal(torch.arange(config.draft_vocab_size) + tensors["d2t"], drafter.draft_token_ids)
+        assert "lm_head.weight" in names
 
 
 def test_llama_layers_are_for_no_engine(tmp_path: Path):

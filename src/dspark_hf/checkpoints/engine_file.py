@@ -21,8 +21,9 @@ def write_config(config: DSparkConfig) -> dict[str, Any]:
         written["architectures"] = ["DFlashDraftModel"]
     if config.draft_vocab_size:
         written["draft_vocab_size"] = config.draft_vocab_size
-    if "sliding_attention" in (config.layer_types or ()) or config.is_causal is not None:
-        written["is_causal"] = config.layer_is_causal(0)  # Both engines apply it to all layers.
+    # Both engines apply this field to all layers. Without it, sliding layers are causal and full ones are not.
+    if config.uniformly_causal is not None:
+        written["is_causal"] = config.uniformly_causal
     if config.rotary_interleaved:
         written |= {"is_neox_style": False, "rope_is_neox_style": False}
     if config.attention_sinks:

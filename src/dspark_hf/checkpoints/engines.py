@@ -39,7 +39,10 @@ def obstacles(config: DrafterConfig, format_name: str) -> dict[str, list[str]]:
 def _vllm(config: DSparkConfig, format_name: str) -> Iterator[str]:
     if format_name not in (DEEPSPEC, ENGINE_FILE, SPECULATORS, ZLAB):
         yield f"it does not read {format_name} files: convert to vllm-sglang or speculators"
-    yield from unknown_to_engines(config)
+    # Its reader of speculators files makes all layers of a DFlash drafter alike.
+    mixes = not (format_name == SPECULATORS and is_plain_dflash(config))
+    yield from unknown_to_engines(config, mixed_causality=mixes)
+    yield from _activation(config)
     if config.markov_rank and config.markov_head_type != "vanilla":
         yield f"it only supports vanilla sequential heads, not {config.markov_head_type} ones"
     if not config.markov_rank and config.sample_from_anchor:
@@ -53,9 +56,10 @@ def _vllm(config: DSparkConfig, format_name: str) -> Iterator[str]:
 def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
     if format_name not in (DEEPSPEC, ENGINE_FILE, ZLAB):
         yield f"it does not read {format_name} files: convert to vllm-sglang"
-    yield from unknown_to_engines(config)
+    yield from unknown_to_engines(config, mixed_causality=True)
     if config.layer_family == "gemma4":
         yield "it does not support Gemma 4 drafters"
+    yield from _activation(config)
     if config.draft_vocab_size:
         yield "it has no reduced draft vocabulary"
     if not config.markov_rank and config.sample_from_anchor:
@@ -64,10 +68,13 @@ def _sglang(config: DSparkConfig, format_name: str) -> Iterator[str]:
         yield "it cannot tap the embedding output (layer id -1)"
     if (config.num_target_layers or 0) - 1 in (config.target_layer_ids or []):
         yield "it cannot tap the target's last layer"
-    if config.attention_sinks:
-        yield "it reads attention sinks in NVIDIA's quantized files only"
     if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
         yield "it rotates the whole head, this drafter a part"
+
+
+def _activation(config: DSparkConfig) -> Iterator[str]:
+    if config.layer_family != "gemma4" and config.hidden_act != "silu":
+        yield f"its draft layers have silu as their activation, this drafter's {config.hidden_act}"
 
 
 def unknown_to_engines(config: DSparkConfig, mixed_causality: bool = False) -> Iterator[str]:
@@ -83,8 +90,7 @@ def unknown_to_engines(config: DSparkConfig, mixed_causality: bool = False) -> I
     changed |= {"fc_norm": False, "norm_context": False}
     if odd := [name for name, value in config.named(changed).items() if value != changed[name]]:
         yield f"it has no {', '.join(odd)}"
-    causal = {config.layer_is_causal(i) for i in range(config.num_hidden_layers)}
-    if len(causal) > 1 and not mixed_causality:
+    if config.uniformly_causal is None and not mixed_causality:
         yield "some draft layers are causal and some are not"
 
 

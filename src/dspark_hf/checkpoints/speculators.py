@@ -5,6 +5,10 @@ inputs: `aux_hidden_state_layer_ids` j is `hidden_states[j]`. Until July 2026 th
 nothing, so this is assumed for files without `sample_from_anchor`. Embedding and LM head are the target's; older files
 contain copies. `d2t` holds offsets.
 
+Readers disagree about which slots a block's slots see. The speculators package: full layers see the whole block, and sliding
+ones too if `sliding_window_non_causal` is set. vLLM applies that field to every layer of a DFlash drafter and ignores it for a
+DSpark drafter, unless `transformer_layer_config` has `is_causal`, which it applies to all layers. So both fields are written.
+
 The window of a sliding layer counts back from each slot, as in vLLM; the speculators package trains with a window that counts
 from the anchor.
 """
@@ -97,6 +101,8 @@ def limits(config: DSparkConfig) -> Iterator[str]:
         yield "it only supports Qwen3 draft layers"
     if config.attention_sinks or config.rotary_interleaved:
         yield "it has no attention sinks and no interleaved rotation"
+    if any(config.layer_is_causal(i) and config.layer_window(i) is None for i in range(config.num_hidden_layers)):
+        yield "its layers without a window see the whole block"
 
 
 def write_config(config: DSparkConfig, target_architectures: list[str]) -> dict[str, Any]:
@@ -110,9 +116,9 @@ def write_config(config: DSparkConfig, target_architectures: list[str]) -> dict[
         )
     kind = "dspark" if config.markov_rank or config.enable_confidence_head else "dflash"
     heads = head_dict(config) if kind == "dspark" else {}
-    causal = [
-        config.layer_is_causal(i) for i, kind in enumerate(config.layer_types or []) if kind == "sliding_attention"
-    ]
+    layers = decoder_dict(config)
+    if config.uniformly_causal is not None:
+        layers["is_causal"] = config.uniformly_causal
     return {
         "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
         "speculators_model_type": kind,
@@ -130,13 +136,13 @@ def write_config(config: DSparkConfig, target_architectures: list[str]) -> dict[
             ],
             "verifier": {"name_or_path": config.target_name_or_path, "architectures": target_architectures},
         },
-        "transformer_layer_config": decoder_dict(config),
+        "transformer_layer_config": layers,
         "draft_vocab_size": config.logits_size,
         "block_size": config.block_size,
         "target_hidden_size": config.target_hidden_size if config.target_hidden_size != config.hidden_size else None,
         "aux_hidden_state_layer_ids": config.hidden_state_indices,
         "mask_token_id": config.mask_token_id,
-        "sliding_window_non_causal": bool(causal) and not causal[0],
+        "sliding_window_non_causal": config.uniformly_causal is False,
         "sample_from_anchor": config.sample_from_anchor,
         **heads,
         "tie_word_embeddings": False,

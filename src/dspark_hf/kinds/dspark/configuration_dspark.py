@@ -231,6 +231,12 @@ class DSparkConfig(BlockDrafterConfig, DecoderDrafterConfig):
             return self.is_causal
         return self.layer_types[layer_idx] == "sliding_attention"
 
+    @property
+    def uniformly_causal(self) -> bool | None:
+        """Whether all layers are causal (True) or none is (False); `None` where they differ."""
+        causal = {self.layer_is_causal(i) for i in range(self.num_hidden_layers)}
+        return causal.pop() if len(causal) == 1 else None
+
     def layer_window(self, layer_idx: int) -> int | None:
         """The sliding window of this layer in positions, or `None` where it attends to everything."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
