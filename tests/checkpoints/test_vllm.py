@@ -1,0 +1,165 @@
+"""vLLM itself, on this CPU: it drafts from our files, block by block, what the drafter drafts here."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.engine
+pytest.importorskip("vllm", reason="`make engine` makes an environment with vLLM")
+
+import vllm_on_cpu
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dspark_hf import Drafter, DSparkConfig, DSparkDrafter
+from dspark_hf.checkpoints import export
+from dspark_hf.checkpoints.engines import launch_command
+from dspark_hf.draft_cache import DraftCache
+from dspark_hf.training.draft_vocab import set_draft_vocabulary
+from dspark_hf.training.features import target_features
+
+MASK, NEW_TOKENS = 319, 24
+DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+
+# What a drafter is, and in which formats vLLM is given it.
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "DSpark": ({}, ("vllm-sglang", "speculators", "deepspec")),
+    "DFlash": (DFLASH, ("vllm-sglang", "speculators")),
+    "embedding tapped": ({"target_layer_ids": [-1, 2, 4]}, ("vllm-sglang", "speculators")),
+    "reduced vocabulary": ({"draft_vocab_size": 64}, ("vllm-sglang", "speculators")),
+    "fill-in": ({"sample_from_anchor": False}, ("vllm-sglang", "speculators")),
+    "window and full": (MIXED, ("vllm-sglang", "speculators")),
+    "windows": (SLIDING, ("vllm-sglang", "speculators")),
+    "windows both ways": ({**SLIDING, "is_causal": False}, ("vllm-sglang", "speculators")),
+    "DFlash, windows": ({**DFLASH, **SLIDING}, ("vllm-sglang", "speculators")),
+    "DFlash, windows both ways": ({**DFLASH, **SLIDING, "is_causal": False}, ("vllm-sglang", "speculators")),
+    "DFlash, window and full": ({**DFLASH, **MIXED}, ("vllm-sglang",)),
+}
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # vLLM's attention on CPUs takes no fewer.
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in (12, 9, 15)]
+
+
+def new_drafter(target: Any, **changes: Any) -> DSparkDrafter:
+    """A drafter with random weights that differ in every layer, norms included."""
+    torch.manual_seed(1)
+    fields = {"block_size": 5, "num_hidden_layers": 2, "target_layer_ids": [0, 2, 4], "markov_rank": 24} | changes
+    config = DSparkConfig.for_target(target.config, mask_token_id=MASK, **fields)
+    config.target_name_or_path = str(target.config.name_or_path)
+    drafter = DSparkDrafter(config).float()
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in name))
+    if config.draft_vocab_size:
+        set_draft_vocabulary(drafter, torch.arange(config.draft_vocab_size) * 3 + 1)
+    drafter.bind(target)
+    return drafter.eval()
+
+
+@torch.no_grad()
+def block_here(drafter: Any, target: Any, ids: list[int], position: int) -> tuple[list[int], list[float] | None, float]:
+    """
+    The block whose anchor is `ids[position]`: drafts, confidences, and by how much the least certain draft won.
+    """
+    config, embeddings = drafter.config, drafter.bind(target)
+    context = target_features(target, config.hidden_state_indices, torch.tensor([ids[:position]])).context_features
+    slots = config.block_size
+    block = torch.full((1, slots), config.mask_token_id)
+    block[0, 0] = ids[position]
+    cache = DraftCache(len(drafter.layers))
+    drafter.extend_cache(cache, context, torch.arange(position)[None])
+    hidden = drafter(
+        block, torch.arange(position, position + slots)[None], draft_cache=cache, embeddings=embeddings
+    ).last_hidden_state[:, -config.num_draft_tokens :]
+    token, drafts, confidences, margin = ids[position], [], [], float("inf")
+    for slot in hidden.split(1, dim=1):
+        features = drafter.sequential_features(torch.tensor([[token]]), slot)
+        logits = drafter.draft_logits(slot, features, embeddings)[0, 0]
+        best = logits.topk(2)
+        margin = min(margin, float(best.values[0] - best.values[1]))
+        if drafter.confidence_head is not None:
+            confidences.append(float(drafter.confidence_logits(slot, torch.tensor([[token]])).sigmoid()))
+        token = int(best.indices[0] if drafter.draft_token_ids is None else drafter.draft_token_ids[best.indices[0]])
+        drafts.append(token)
+    return drafts, confidences or None, margin
+
+
+def method_of(config: DSparkConfig, folder: Path) -> dict[str, Any]:
+    """The speculative configuration in the command that `convert` prints, without what a CPU has not."""
+    words = shlex.split(launch_command("vLLM", config, folder))
+    method = json.loads(words[words.index("--speculative-config") + 1])
+    return {name: value for name, value in method.items() if name not in ("model", "attention_backend")}
+
+
+def check_blocks(answers: list[vllm_on_cpu.Answer], drafter: Any, target: Any) -> int:
+    """Compares every block with the drafter's; returns their number."""
+    blocks = 0
+    for answer in answers:
+        ids = answer.prompt + answer.output
+        for block in answer.blocks:
+            if block.position >= len(ids):
+                continue  # Drafted after the last token that was asked for.
+            assert ids[block.position] == block.anchor
+            drafts, confidences, margin = block_here(drafter, target, ids, block.position)
+            assert block.drafts == drafts or margin < 1e-4, (block.position, margin)
+            if block.drafts == drafts and confidences is not None:
+                torch.testing.assert_close(torch.tensor(block.confidence), torch.tensor(confidences), atol=1e-4, rtol=0)
+            blocks += 1
+    return blocks
+
+
+@torch.no_grad()
+def plain(target: Any, prompt: list[int]) -> list[int]:
+    found = target.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "format"), [(case, format) for case, (_, formats) in CASES.items() for format in formats]
+)
+def test_drafts_block_by_block(case, format, target, target_folder, prompts, tmp_path):
+    drafter = new_drafter(target, **CASES[case][0])
+    written = export(drafter, tmp_path / "drafter", format)
+    assert "vLLM" in written.launch, written.refused
+    with vllm_on_cpu.served(target_folder, written.path, method_of(drafter.config, written.path)) as engine:
+        answers = engine.answer(prompts, NEW_TOKENS)
+    assert check_blocks(answers, drafter, target) > 2 * len(prompts)
+    assert [answer.output for answer in answers] == [plain(target, prompt) for prompt in prompts]
