@@ -170,6 +170,13 @@ def has_own_adapter(model: Any) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def peft_arguments(model: torch.nn.Module) -> dict[str, Any]:
+    """What PEFT gives its layers during this `generate` call: `adapter_names`, one per row, or `alora_offsets`."""
+    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    given = [hook.keywords for hook in hooks if isinstance(hook, partial)]
+    return {name: value for keywords in given for name, value in keywords.items()}
+
+
 def uncompiled(model: Any) -> Any:
     """The module inside the result of `torch.compile(module)`; `None` for anything else."""
     return getattr(model, "_orig_mod", None)

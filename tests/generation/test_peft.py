@@ -41,6 +41,70 @@ def test_a_target_with_lora():
     assert not torch.equal(assert_all_kinds_equal(wrapped, base), without)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_active_adapter_changes_between_calls(family):
+    base = tiny.TARGETS[family]()
+    wrapped = lora(base, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        wrapped.add_adapter("other", peft.LoraConfig(target_modules=["v_proj", "o_proj"], r=8, init_lora_weights=False))
+    outputs = []
+    for name in ("default", "other", "default"):
+        wrapped.set_adapter(name)
+        outputs.append(assert_all_kinds_equal(wrapped, base))
+    with wrapped.disable_adapter():
+        outputs.append(assert_all_kinds_equal(wrapped, base))
+    outputs.append(assert_all_kinds_equal(wrapped, base, adapter_names=["other"]))
+    wrapped.merge_adapter(["other"])
+    outputs.append(assert_all_kinds_equal(wrapped, base))
+    default, other, again, without, by_name, _ = outputs
+    assert torch.equal(default, again) and torch.equal(other, by_name)
+    assert len({tuple(output[0].tolist()) for output in (default, other, without)}) == 3
+
+
+def test_an_adapter_for_each_row_is_refused():
+    base = tiny.qwen3(num_hidden_layers=2)
+    wrapped = lora(base, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="adapter_names= gives each of 2 rows its adapter"):
+        wrapped.generate(
+            **tiny.prompt(num_rows=2),
+            adapter_names=["default", "__base__"],
+            max_new_tokens=4,
+            assistant_model=tiny.random_drafter(base),
+        )
+
+
+def test_activated_lora_is_refused_where_it_is_invoked():
+    prompt = tiny.prompt()["input_ids"][0].tolist()
+    for invocation in (prompt[4:6], [120, 121, 122]):
+        base = tiny.qwen3(num_hidden_layers=2)
+        wrapped = lora(base, task_type="CAUSAL_LM", alora_invocation_tokens=invocation)
+        if invocation == prompt[4:6]:
+            with pytest.raises(ValueError, match="activated LoRA"):
+                assert_all_kinds_equal(wrapped, base)
+        else:
+            assert_all_kinds_equal(wrapped, base)
+
+
+@pytest.mark.parametrize("where", ["lm_head", "embed_tokens", "modules_to_save", "trainable_token_indices"])
+@pytest.mark.parametrize("reads_rows", [False, True], ids=["", "a drafter that reads stored rows"])
+def test_an_adapter_on_what_the_drafter_borrows(where, reads_rows):
+    base = tiny.qwen3(num_hidden_layers=2)
+    fields = {
+        "modules_to_save": {"modules_to_save": ["lm_head", "embed_tokens"]},
+        "trainable_token_indices": {"trainable_token_indices": [3, 5]},
+    }.get(where, {"target_modules": ["q_proj", where]})
+    config = peft.LoraConfig(**({"target_modules": ["q_proj"]} | fields), r=4, init_lora_weights=False)
+    wrapped = peft.get_peft_model(base, config).eval()
+    embeddings = tiny.random_drafter(rig.target()).bind(base)
+    states = torch.randn(1, 3, tiny.HIDDEN_SIZE)
+    assert torch.equal(embeddings.logits(states), base.get_output_embeddings()(states))
+    plain = wrapped.generate(**tiny.prompt(), **GREEDY)
+    for settings in ({}, {"draft_vocab_size": 60}):
+        drafter = tiny.random_drafter(rig.target(), raw_embeddings=reads_rows, **settings)
+        assert torch.equal(wrapped.generate(**tiny.prompt(), **GREEDY, assistant_model=drafter), plain)
+
+
 def test_a_target_with_prefix_tuning():
     base = tiny.qwen3(num_hidden_layers=2)
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -149,3 +149,11 @@ def test_other_assistants_are_left_to_transformers(is_random):
     target = rig.target()
     call = tiny.prompt() | {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(target.generate(**call, assistant_model=target if is_random else None), target.generate(**call))
+
+
+def test_a_drafter_in_a_wrapper_is_refused_by_name():
+    drafter = tiny.random_drafter(rig.target())
+    message = rig.refusing(rig.target(), drafter=torch.nn.DataParallel(drafter))
+    assert (
+        message == "DataParallel wraps the drafter away from generate: pass the drafter inside, which is its `.module`."
+    )

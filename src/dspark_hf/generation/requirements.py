@@ -13,7 +13,7 @@ from ..drafter import Drafter
 from ..ragged.supported import length_limits
 from ..rope_limit import RopeLimit
 from ..target_config import optional_field
-from ..transformers_names import uncompiled
+from ..transformers_names import peft_arguments, uncompiled
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +35,8 @@ def unwrap_drafter(model: Any) -> Drafter | None:
 
     Raises:
         ValueError: for the result of `torch.compile(drafter)`, because `generate` calls other methods than `forward`, which
-            would not be compiled; and for things that are not models: a path or name, a class, a configuration.
+            would not be compiled; for a drafter in `DataParallel` and the like; and for things that are not models: a path or
+            name, a class, a configuration.
     """
     if isinstance(model, str | PathLike):
         raise ValueError(
@@ -52,7 +53,13 @@ def unwrap_drafter(model: Any) -> Drafter | None:
         )
     if isinstance(uncompiled(model), Drafter):
         raise ValueError("torch.compile(drafter) wraps the drafter away from generate: call drafter.compile() instead.")
-    if not isinstance(model, Drafter) and hasattr(model, "get_base_model"):
+    if isinstance(model, Drafter):
+        return model
+    if isinstance(inner := getattr(model, "module", None), torch.nn.Module) and unwrap_drafter(inner) is not None:
+        raise ValueError(
+            f"{type(model).__name__} wraps the drafter away from generate: pass the drafter inside, which is its `.module`."
+        )
+    if hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return model if isinstance(model, Drafter) else None
 
@@ -73,8 +80,8 @@ def check_call(
         rope: The length at which the target's rotary positions change, if they do.
 
     Raises:
-        ValueError: beams, other decoding methods, prompt-tuned targets, attention weights of several rows, several rows
-            that may grow too long to share a pass.
+        ValueError: beams, other decoding methods, prompt-tuned targets, activated LoRA, an adapter per row, attention weights of
+            several rows, several rows that may grow too long to share a pass.
     """
     if (generation_config.num_beams or 1) > 1:
         raise ValueError(
@@ -104,6 +111,7 @@ def check_call(
             "nothing is drafted from there on: the same output, at the speed of plain generate."
         )
     _refuse_virtual_tokens(model)
+    _refuse_adapters_by_row(model, len(input_ids))
 
 
 def _refuse_virtual_tokens(model: PreTrainedModel) -> None:
@@ -114,4 +122,19 @@ def _refuse_virtual_tokens(model: PreTrainedModel) -> None:
         raise ValueError(
             f"A target with virtual tokens ({peft_config.peft_type.value}) does not work with a DSpark drafter. LoRA and prefix "
             "tuning do."
+        )
+
+
+def _refuse_adapters_by_row(model: PreTrainedModel, num_rows: int) -> None:
+    """What PEFT's hooks add to the calls of layers fits the rows and tokens of plain `generate`'s passes."""
+    given = peft_arguments(model)
+    if num_rows > 1 and given.get("adapter_names") is not None:
+        raise ValueError(
+            f"adapter_names= gives each of {num_rows} rows its adapter, but with a DSpark drafter the rows share passes of other "
+            "shapes. Call generate for each row, or leave out assistant_model=."
+        )
+    if any(offset is not None for offset in given.get("alora_offsets") or ()):
+        refuse(
+            "activated LoRA (aLoRA) counts the tokens that its adapter applies to from the end of each pass, and a pass over "
+            "drafts has several"
         )
