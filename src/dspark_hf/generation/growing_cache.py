@@ -53,14 +53,15 @@ class GrowingLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes new keys and values `[B, H_kv, N, d]` behind the others and returns all of them, as views."""
-        start, end = self.length, self.length + key_states.shape[-2]
+        num_new = key_states.shape[-2]
+        start, end = self.length, self.length + num_new
         if end > self._buffers[0].shape[-2]:
             self._buffers = self._with_room(self._buffers, end)
         keys, values = self._buffers
-        keys[:, :, start:end] = key_states
-        values[:, :, start:end] = value_states
+        keys.narrow(2, start, num_new).copy_(key_states)
+        values.narrow(2, start, num_new).copy_(value_states)
         self.length = end
-        return keys[:, :, :end], values[:, :, :end]
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens, whose number is given as a negative one."""
