@@ -1,18 +1,25 @@
 """What a round costs where arithmetic costs nothing: a deep target so narrow that Python and launches are all that takes time.
 
-That is how an accelerator sees transformers in eager mode. The pair is built here: the target's next token depends on the
-last one alone, and the drafter knows it with a given probability, so that rounds accept as many drafts as those of a trained
-drafter. Operations are counted, and times taken interleaved, of plain `generate`, dspark-hf, transformers' DFlash generator and
-the loop of the PyPI package `dflash` (where installed). Ends with one JSON line.
+So it is on an accelerator, where transformers in eager mode waits for launches. The pair is built here: the target's next token
+depends on the last one alone, and the drafter knows it with a given probability, so that rounds accept as many drafts as those
+of a trained drafter. The script counts the operations and takes the times, interleaved, of plain `generate`, dspark-hf,
+transformers' DFlash generator, and the loop of the PyPI package `dflash` where that is installed (in an environment of its own,
+as it requires other versions: `pip install --no-deps dflash`). It ends with one JSON line.
 
-    python benchmarks/launch_bound.py --rounds 9 --output docs/results/launch_bound.json
+Counts are the same on every machine. Times say something only if the machine is idle; whether it was is printed and recorded.
+
+    python benchmarks/launch_bound.py --calls 15 --output docs/results/launch_bound.json
+    python docs/figures.py
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import os
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -117,9 +124,11 @@ class RoundClock:
         return 1e3 * (end - times[0]), len(times) - 1, output
 
 
-def measure(target, drafter, settings: dict, ids: torch.Tensor, num_repeats: int) -> dict:
+def measure(target, drafter, settings: dict, ids: torch.Tensor, num_calls: int) -> dict:
     """Counts and times of every loop in one mode."""
     loops, clock = loops_of(target, drafter, settings), RoundClock(target)
+    for loop in loops.values():  # What is made in the first call is not timed.
+        loop(ids)
     results: dict[str, dict] = {}
     for name, loop in loops.items():
         torch.manual_seed(0)
@@ -129,7 +138,7 @@ def measure(target, drafter, settings: dict, ids: torch.Tensor, num_repeats: int
 
     totals: dict[str, list[float]] = {name: [] for name in loops}
     rounds: dict[str, list[int]] = {name: [] for name in loops}
-    for repeat in range(num_repeats):
+    for repeat in range(num_calls):
         names = list(loops)[repeat % len(loops) :] + list(loops)[: repeat % len(loops)]
         for name in names:
             torch.manual_seed(repeat)
@@ -142,11 +151,23 @@ def measure(target, drafter, settings: dict, ids: torch.Tensor, num_repeats: int
         per_round = [np.divide(totals[n], rounds[n]) for n in (OURS, name)]
         result |= {
             "ms_per_round": sum(totals[name]) / sum(rounds[name]),
-            "tokens_per_round": num_repeats * (settings["max_new_tokens"] - 1) / sum(rounds[name]),
+            "tokens_per_round": num_calls * (settings["max_new_tokens"] - 1) / sum(rounds[name]),
             "ours_over_this": vars(ratio_of_sums(*per_round)),
             "same_as_plain": bool(torch.equal(result.pop("output")[:, : plain.shape[1]], plain)),
         }
     return results
+
+
+def other_work_is_running(own: int = 0) -> bool:
+    """Whether more than half of the processors are busy with something else than `own` processes of this script."""
+    return os.getloadavg()[0] - own > (os.cpu_count() or 1) / 2
+
+
+def dflash_version() -> str | None:
+    try:
+        return importlib.metadata.version("dflash")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def main() -> None:
@@ -155,18 +176,20 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each call")
-    parser.add_argument("--rounds", type=int, default=7, help="calls of each loop that are timed")
+    parser.add_argument("--calls", type=int, default=9, help="calls of each loop that are timed")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # The package `dflash` uses an older name of an argument.
+    is_busy = other_work_is_running()
     target, drafter = models(arguments.layers, arguments.hidden, arguments.vocab)
     ids = torch.randint(0, arguments.vocab - 1, (1, 32), generator=torch.Generator().manual_seed(1))
 
     modes = {}
     for mode in arguments.modes:
         settings = {"max_new_tokens": arguments.tokens} | MODES[mode]
-        modes[mode] = measure(target, drafter, settings, ids, arguments.rounds)
+        modes[mode] = measure(target, drafter, settings, ids, arguments.calls)
         for name, result in modes[mode].items():
             counts, ratio = result["counts"], result["ours_over_this"]
             print(
@@ -174,7 +197,18 @@ def main() -> None:
                 f"({ratio['low']:.3f} to {ratio['high']:.3f}); beside the target {counts['kernels']:.0f} kernels, "
                 f"{counts['operations']:.0f} operations, {counts['reads']:.2f} reads"
             )
-    document = {"settings": vars(arguments) | {"output": None}, "environment": environment(), "modes": modes}
+    is_busy |= other_work_is_running(own=1)
+    if is_busy:
+        print("Other work was running, so the times say little. The counts are valid.")
+    settings = {name: value for name, value in vars(arguments).items() if name != "output"}
+    document = {
+        "benchmark": "launch_bound",
+        "settings": settings | {"finished": time.strftime("%Y-%m-%d")},
+        "other_work_was_running": is_busy,
+        "dflash": dflash_version(),
+        "environment": environment(),
+        "modes": modes,
+    }
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))

@@ -2,8 +2,9 @@
 
     python docs/figures.py
 
-The files are `docs/results/bench.json` (of `dspark-hf bench`) and `docs/results/serving.json` (of `dspark-hf serve-bench`). Each
-passage between `<!-- figures: NAME -->` and `<!-- end of figures -->` is replaced by what the function NAME below returns.
+The files in `docs/results` are `bench.json` (of `dspark-hf bench`), `serving.json` (of `dspark-hf serve-bench`) and those of the
+scripts in `benchmarks`. Each passage between `<!-- figures: NAME -->` and `<!-- end of figures -->` is replaced by what the
+function NAME below returns.
 """
 
 import json
@@ -28,6 +29,10 @@ def serving():
 
 def hybrids():
     return json.loads((ROOT / "docs" / "results" / "hybrid_targets.json").read_text())
+
+
+def launch_bound():
+    return json.loads((ROOT / "docs" / "results" / "launch_bound.json").read_text())
 
 
 def estimate(task, method, name):
@@ -146,6 +151,35 @@ def round_table():
 
 def serving_table():
     return markdown_table(list(COLUMNS), list(table_of(serving()["results"])), "llrrrrrrr")
+
+
+def launch_table():
+    rows = [
+        [
+            mode,
+            loop,
+            f"{result['counts']['kernels']:.0f}",
+            f"{result['counts']['operations']:.0f}",
+            f"{result['counts']['reads']:.1f}",
+            f"{result['tokens_per_round']:.2f}",
+            f"{result['ms_per_round']:.1f}",
+            "1" if loop == "dspark-hf" else interval(result["ours_over_this"]),
+        ]
+        for mode, loops in launch_bound()["modes"].items()
+        for loop, result in loops.items()
+    ]
+    header = [
+        "mode",
+        "loop",
+        "kernels",
+        "operations",
+        "reads",
+        "tokens per round",
+        "ms per round",
+        "dspark-hf over this",
+    ]
+    busy = " **Other work was running**, so the times say little." if launch_bound()["other_work_was_running"] else ""
+    return f"{markdown_table(header, rows, 'llrrrrrr')}\nOn {launch_bound()['environment']['cpu']}, one thread.{busy}\n"
 
 
 def serving_margins():

@@ -262,8 +262,9 @@ def test_the_cut_does_not_look_at_the_token_it_decides_about(monkeypatch, thresh
     monkeypatch.setattr(draft_sampler, "draw", lambda probs: torch.tensor([chosen.pop(0)]))
     argmax = torch.Tensor.argmax
 
-    def chosen_argmax(scores, *args):
-        return torch.tensor([chosen.pop(0)]) if scores.shape == (1, tiny.VOCAB_SIZE) else argmax(scores, *args)
+    def chosen_argmax(scores, *args, **kwargs):
+        is_draft = scores.shape == (1, tiny.VOCAB_SIZE)
+        return torch.tensor([[chosen.pop(0)]]) if is_draft else argmax(scores, *args, **kwargs)
 
     if not do_sample:
         monkeypatch.setattr(torch.Tensor, "argmax", chosen_argmax)

@@ -157,21 +157,18 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         )
         anchor_ids, confidences = sampler.last_ids, list[torch.Tensor]()
         with stage("sequential stage"):
-            for slot in range(base_logits.shape[1]):
+            for slot, scores in enumerate(base_logits.unbind(1)):
                 # Asked before x_k is drawn: whether slot k is verified must not depend on the token drawn there.
                 if self.wants_confidence and self.ends_early:
-                    confidences.append(
-                        self.confidence(slot, hidden_states[:, slot : slot + 1], sampler.last_ids[:, None])
-                    )
+                    confidences.append(self.confidence(slot, hidden_states[:, slot : slot + 1], sampler.last_ids))
                     if not self.scheduler.keeps_drafting(torch.cat(confidences, dim=1), max_drafts, self.rows):
                         break
-                scores = base_logits[:, slot]
                 if self.head is not None:
-                    scores = self.head(sampler.last_ids[:, None], scores)
+                    scores = self.head(sampler.last_ids, scores)
                 sampler.draw(scores)
         ids = sampler.ids()
         if self.wants_confidence and not self.ends_early:  # Each looks at the token before its slot alone, as above.
-            previous_ids = torch.cat([anchor_ids[:, None], ids[:, :-1]], dim=1)
+            previous_ids = torch.cat([anchor_ids, ids[:, :-1]], dim=1)
             confidences.append(self.confidence(0, hidden_states, previous_ids))
         confidence = torch.cat(confidences, dim=1) if confidences else None
         useful = [min(length, ids.shape[1]) for length in max_drafts]

@@ -27,12 +27,11 @@ class CandidateSelectorLogitsProcessor(LogitsProcessor):
 
     def begin_block(self, hidden_states: torch.Tensor) -> None:
         """Starts a block whose slots have normed hidden states `[B, G, D]`."""
-        self._hidden_states, self._slot = hidden_states, 0
+        self._slots = iter(hidden_states.unbind(1))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """`input_ids` `[B, L]`, of which only the last token is read; `scores` `[B, V]` -> `[B, V]`."""
-        features = self.selector.features(input_ids[:, -1], self._hidden_states[:, self._slot])
-        self._slot += 1
+        features = self.selector.features(input_ids[:, -1], next(self._slots))
         return self.selector.select(scores, features)
 
 

@@ -24,7 +24,7 @@ class DraftSampler:
         vocab_size: Size of the target's vocabulary.
 
     Attributes:
-        last_ids (`torch.Tensor` of shape `[B]`): The token of each row before the coming slot.
+        last_ids (`torch.Tensor` of shape `[B, 1]`): The token of each row before the coming slot.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DraftSampler:
         draft_token_ids: torch.Tensor | None,
         vocab_size: int,
     ):
-        self.last_ids = torch.cat([ids[:, -1] for ids in input_ids])
+        self.last_ids = torch.cat([ids[:, -1:] for ids in input_ids])
         self._processors = processors
         self._are_rowwise = all(is_rowwise(row) for row in processors)
         self._sequences = [] if self._are_rowwise else list(input_ids)
@@ -60,20 +60,20 @@ class DraftSampler:
         scores = self._processed(scores)
         if self._do_sample:
             self._probs.append(scores.softmax(-1) if self._always_leaves_tokens else drafting_distribution(scores))
-            self.last_ids = draw(self._probs[-1])
+            self.last_ids = draw(self._probs[-1])[:, None]
         else:
-            self.last_ids = scores.argmax(-1)
+            self.last_ids = scores.argmax(-1, keepdim=True)
         if self._is_reduced:
             assert self._draft_token_ids is not None
             self.last_ids = self._draft_token_ids[self.last_ids]
         self._ids.append(self.last_ids)
         if not self._are_rowwise:
-            pairs = zip(self._sequences, self.last_ids.view(-1, 1, 1), strict=True)
+            pairs = zip(self._sequences, self.last_ids.split(1), strict=True)
             self._sequences = [torch.cat([ids, token], dim=1) for ids, token in pairs]
 
     def ids(self) -> torch.Tensor:
         """The tokens drawn, `[B, G]`."""
-        return torch.stack(self._ids, dim=1) if self._ids else self.last_ids.new_zeros(len(self.last_ids), 0)
+        return torch.cat(self._ids, dim=1) if self._ids else self.last_ids[:, :0]
 
     def probs(self) -> torch.Tensor | None:
         """The distribution each was drawn from, over the target's vocabulary, `[B, G, V]`; `None` for greedy drafts."""

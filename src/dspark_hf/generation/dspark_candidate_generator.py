@@ -30,18 +30,12 @@ class SequentialHeadLogitsProcessor(LogitsProcessor):
 
     def begin_block(self, hidden_states: torch.Tensor) -> None:
         """Starts a block whose slots have normed hidden states `[B, G, D]`."""
-        self._hidden_states = hidden_states
+        self._slots = iter(hidden_states.unbind(1))
         self._state: torch.Tensor | None = None
-        self._slot = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Only the last token of `input_ids` `[B, L]` is used; `scores` `[B, V_draft]` -> `[B, V_draft]`."""
-        features, self._state = self.head.step(
-            input_ids[:, -1],
-            self._hidden_states[:, self._slot],
-            self._state,
-        )
-        self._slot += 1
+        features, self._state = self.head.step(input_ids[:, -1], next(self._slots), self._state)
         return scores + self.head.markov_w2(features).to(scores.dtype)
 
 
