@@ -227,7 +227,7 @@ def test_a_target_that_computes_nan_is_not_called_quantized_together():
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_training_mode_with_dropout_is_refused(family):
     target = tiny.TARGETS[family](attention_dropout=0.1).train()
-    assert "is in training mode, where dropout makes every pass another" in rig.refusing(target)
+    assert "is in training mode, in which its passes differ" in rig.refusing(target)
     rig.compare(target.eval())
 
 
@@ -238,9 +238,16 @@ with_checkpoints = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_e
 @with_checkpoints
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_training_mode_with_checkpoints_and_no_dropout(family):
-    target = tiny.TARGETS[family]().train()
+    """Older versions of transformers leave the cache out, so that plain `generate` forgets the prompt."""
+    target = tiny.TARGETS[family]()
+    plain = target.generate(**tiny.prompt(), **GREEDY)
+    target.train()
     target.gradient_checkpointing_enable()
-    rig.compare(target)
+    if torch.equal(target.generate(**tiny.prompt(), **GREEDY), plain):
+        rig.compare(target)
+    else:
+        assert "gradient checkpointing leaves out the cache" in rig.refusing(target)
+    rig.compare(target.eval())
 
 
 @with_checkpoints

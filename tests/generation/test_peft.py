@@ -47,7 +47,9 @@ def test_the_active_adapter_changes_between_calls(family):
     wrapped = lora(base, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        wrapped.add_adapter("other", peft.LoraConfig(target_modules=["v_proj", "o_proj"], r=8, init_lora_weights=False))
+        wrapped.add_adapter(
+            "other", peft.LoraConfig(target_modules=["o_proj", "down_proj"], r=8, init_lora_weights=False)
+        )
     outputs = []
     for name in ("default", "other", "default"):
         wrapped.set_adapter(name)
@@ -59,7 +61,7 @@ def test_the_active_adapter_changes_between_calls(family):
     outputs.append(assert_all_kinds_equal(wrapped, base))
     default, other, again, without, by_name, _ = outputs
     assert torch.equal(default, again) and torch.equal(other, by_name)
-    assert len({tuple(output[0].tolist()) for output in (default, other, without)}) == 3
+    assert not torch.equal(other, default) and not torch.equal(other, without)
 
 
 def test_an_adapter_for_each_row_is_refused():

@@ -2,7 +2,7 @@
 
 Two ways of running a target break it. Quantized layers may have one scale for the activations of all tokens of a pass, or
 choose outlier columns for all of them: then a token gets another result when others stand beside it. And in training mode,
-dropout makes every pass another. No class or setting tells reliably, so both are tried.
+dropout makes every pass another, or checkpoints leave out the cache. No class or setting tells reliably, so both are tried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..embeddings import device_of
-from ..trials import quantized_layers, trial_ids
+from ..trials import is_near, quantized_layers, trial_ids
 from .requirements import refuse
 from .rollback_trial import PromptedTarget
 
@@ -46,9 +46,10 @@ def check_passes(model: PreTrainedModel) -> None:
                 f"its quantized layers ({type(layer).__name__}) give a token another result when other tokens are in the same "
                 "pass, because they quantize the activations of all tokens together. Quantize weights only, or each token alone"
             )
-    if model.training and not repeats(model):
+    if model.training and not agrees_with_itself(model):
         refuse(
-            f"{type(model).__name__} is in training mode, where dropout makes every pass another. Call eval() on the target"
+            f"{type(model).__name__} is in training mode, in which its passes differ: dropout is on, or gradient checkpointing "
+            "leaves out the cache. Call eval() on the target"
         )
 
 
@@ -78,11 +79,11 @@ def mixes_tokens(layer: nn.Module, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def repeats(model: PreTrainedModel) -> bool:
-    """Whether two passes over the same tokens give the same logits."""
+def agrees_with_itself(model: PreTrainedModel) -> bool:
+    """Whether tokens get the same logits in two equal passes, and nearly the same with fewer tokens in the cache."""
     ids = trial_ids(model, 8)[None]
     try:
-        first, second = (PromptedTarget(model, ids[:, :4]).feed(ids[:, 4:]) for _ in range(2))
+        first, second, other = (PromptedTarget(model, ids[:, :n]).feed(ids[:, n:])[:, -4:] for n in (4, 4, 1))
     except Exception:  # It cannot be fed in this form, so nothing is known.
         return True
-    return torch.equal(first, second)
+    return torch.equal(first, second) and is_near(other, first, model)
