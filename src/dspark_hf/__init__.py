@@ -5,7 +5,16 @@ After `import dspark_hf`, transformers' `generate` accepts a drafter:
 """
 
 from .drafter import Drafter
-from .generation import SpeculationStats, dspark_generate, record_speculation, register, unregister
+from .generation import (
+    Attachment,
+    SpeculationStats,
+    attach,
+    detach,
+    dspark_generate,
+    record_speculation,
+    register,
+    unregister,
+)
 from .kinds.deepseek_v4.configuration_deepseek_v4 import DeepseekV4DrafterConfig
 from .kinds.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Drafter
 from .kinds.dflash2.configuration_dflash2 import DFlash2Config
@@ -19,6 +28,7 @@ from .registry import register_kind
 
 __version__ = "0.1.0"
 __all__ = [
+    "Attachment",
     "DFlash2Config",
     "DFlash2Drafter",
     "DSparkConfig",
@@ -30,6 +40,8 @@ __all__ = [
     "Eagle3Config",
     "Eagle3Drafter",
     "SpeculationStats",
+    "attach",
+    "detach",
     "dspark_generate",
     "record_speculation",
     "register",

@@ -19,8 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import transformers
-from transformers import AttentionInterface, Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.generation import StoppingCriteriaList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput, output_capturing
 
 if TYPE_CHECKING:
@@ -183,6 +193,28 @@ def uncompiled(model: Any) -> Any:
 
 
 # ---------------------------------------------------------------------- what `generate` prepares for a decoding loop
+
+
+def plain_decoding(
+    model: GenerativeModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """The decoding loop of plain `generate`, greedy or sampling, with the arguments that `generate` prepared."""
+    sample: Any = model._sample  # type: ignore[misc]  # Declared for another class of its package.
+    return sample(
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=False,
+        streamer=streamer,
+        **model_kwargs,
+    )
 
 
 def pad_token_of(generation_config: GenerationConfig) -> int:

@@ -22,6 +22,7 @@ from .generators import generator_of
 from .logits_process import is_rowwise
 from .output import Output
 from .pass_trial import check_passes
+from .prompt_pass import check_prompt
 from .requirements import check_call, unwrap_drafter
 from .returned import Returned, assemble, padded
 from .rollback import has_states
@@ -213,6 +214,7 @@ def prepare_call(
     )
     prompt = TargetPass(model, model_kwargs, generation_config, base.config.hidden_state_indices, num_rows)
     is_alone = num_rows == 1
+    check_prompt(prompt, input_ids)
     if rope is not None and is_alone and (attended := prompt.attended_columns(0, input_ids.shape[1])) is not None:
         rope = rope._replace(num_padding=int((~attended).sum()))
     outputs = [

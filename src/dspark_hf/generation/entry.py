@@ -12,10 +12,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..drafter import Drafter
 from ..scheduling import VerifyScheduler
-from ..transformers_names import GenerativeModel
-from .call import DraftOptions, prepare_call
+from ..transformers_names import GenerativeModel, plain_decoding
+from .attached import Attachment
+from .call import Call, DraftOptions, prepare_call
 from .loop import decode
 from .pass_mode import make_ordinary
+from .requirements import CannotDraft
 
 
 @torch.no_grad()
@@ -66,7 +68,42 @@ def dspark_generate(
             ending.callback(streamer.end)
         options = DraftOptions(num_assistant_tokens, assistant_confidence_threshold, verify_scheduler, drafting_backoff)
         prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-        call = prepare_call(*prepared, drafter, streamer, options, model_kwargs)
+        return decode_call(prepare_call(*prepared, drafter, streamer, options, model_kwargs), input_ids)
+
+
+def decode_call(call: Call, input_ids: torch.Tensor) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Decodes the prompts `[B, P]` of a prepared call, and leaves the models as they were."""
+    with contextlib.ExitStack() as ending:
         ending.callback(call.end)
         ending.callback(make_ordinary, call.generator.drafter)
         return decode(call, input_ids)
+
+
+@torch.no_grad()
+def attached_generate(
+    attachment: Attachment,
+    model: GenerativeModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None,
+    settings: dict[str, Any],
+    model_kwargs: dict[str, Any],
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """
+    Decodes with the attached drafter, or as plain `generate` if that is not possible.
+
+    Args: as in [`dspark_generate`].
+    """
+    prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+    try:
+        drafter = attachment.drafter_on(model.device)
+        call = prepare_call(*prepared, drafter, streamer, DraftOptions(**settings), model_kwargs)
+    except CannotDraft as reason:
+        attachment.warn_plain(reason)
+        return plain_decoding(*prepared, streamer, model_kwargs)
+    with contextlib.ExitStack() as ending:
+        if streamer is not None:
+            ending.callback(streamer.end)
+        return decode_call(call, input_ids)

@@ -20,20 +20,11 @@ def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetO
     Args:
         target: The target with its cache.
         input_ids: The prompt, `[B, P]`; empty when the prompt is given as `inputs_embeds`.
-
-    Raises:
-        ValueError: when the cache already holds the whole prompt, or chunks are asked for with `inputs_embeds`.
     """
-    embeds = target.model_kwargs.get("inputs_embeds")
-    past_length, length = target.past_length, input_ids.shape[1] if embeds is None else embeds.shape[1]
-    # Masks and positions start with the first token in the cache, but `input_ids` may contain the new tokens only.
-    offset = 0 if cache_holds_prefix(target, input_ids) else past_length
+    embeds, past_length = target.model_kwargs.get("inputs_embeds"), target.past_length
+    offset, length = prompt_lengths(target, input_ids)
     total = offset + length
-    if past_length >= total:
-        refuse(f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from")
     chunk_size = target.generation_config.prefill_chunk_size or length
-    if chunk_size < total - past_length and embeds is not None:
-        refuse("prefill_chunk_size does not work with inputs_embeds")
     for start in range(past_length, total, chunk_size):
         end = min(start + chunk_size, total)
         kwargs = _kwargs_of_first(target, end, total)
@@ -41,6 +32,33 @@ def feed_prompt(target: TargetPass, input_ids: torch.Tensor) -> Iterator[TargetO
         output = target.forward(ids, end - start, 1, kwargs, is_first_iteration=True)
         yield output._replace(attended=target.attended_columns(start, end))
     target.begin_rounds()
+
+
+def check_prompt(target: TargetPass, input_ids: torch.Tensor) -> None:
+    """
+    Args: as in [`feed_prompt`].
+
+    Raises:
+        ValueError: when the cache already holds the whole prompt, or chunks are asked for with `inputs_embeds`.
+    """
+    offset, length = prompt_lengths(target, input_ids)
+    num_new = offset + length - target.past_length
+    if num_new <= 0:
+        refuse(f"the cache already holds all {length} tokens of the prompt, so there is no token to continue from")
+    chunk_size = target.generation_config.prefill_chunk_size or length
+    if chunk_size < num_new and target.model_kwargs.get("inputs_embeds") is not None:
+        refuse("prefill_chunk_size does not work with inputs_embeds")
+
+
+def prompt_lengths(target: TargetPass, input_ids: torch.Tensor) -> tuple[int, int]:
+    """
+    Tokens in the cache that are not part of the prompt as given, and tokens of the prompt as given.
+
+    Masks and positions start with the first token in the cache, but `input_ids` may contain the new tokens only.
+    """
+    embeds = target.model_kwargs.get("inputs_embeds")
+    length = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    return 0 if cache_holds_prefix(target, input_ids) else target.past_length, length
 
 
 def recompute_features(target: TargetModel, input_ids: torch.Tensor) -> torch.Tensor:

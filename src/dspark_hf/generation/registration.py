@@ -15,13 +15,16 @@ from transformers.generation import StoppingCriteriaList
 from ..drafter import Drafter
 from ..target_config import optional_field
 from ..transformers_names import GenerativeModel, default_generation_settings
-from .entry import dspark_generate
-from .requirements import unwrap_drafter
+from .attached import Attachment, attachment_of
+from .entry import attached_generate, dspark_generate
+from .requirements import OTHER_METHODS, CannotDraft, unwrap_drafter
 
 _ORIGINAL = "_dspark_hf_original"
 
 # Looked up in the call, then in its generation configuration, then in the drafter's.
 DRAFT_SETTINGS = ("num_assistant_tokens", "assistant_confidence_threshold", "verify_scheduler", "drafting_backoff")
+# Those that transformers does not know.
+OUR_SETTINGS = ("verify_scheduler", "drafting_backoff")
 
 
 def register() -> None:
@@ -33,9 +36,11 @@ def register() -> None:
     @functools.wraps(current)
     def generate(self: GenerativeModel, *args: Any, **kwargs: Any) -> Any:
         drafter = _drafter_in(current, self, args, kwargs)
-        if drafter is None:
-            return current(self, *args, **kwargs)
-        return _generate_with_drafter(current, self, drafter, args, kwargs)
+        if drafter is not None:
+            return _generate_with_drafter(current, self, drafter, args, kwargs)
+        if (attachment := attachment_of(self)) is not None:
+            return _generate_attached(current, self, attachment, args, kwargs)
+        return current(self, *args, **kwargs)
 
     setattr(generate, _ORIGINAL, current)
     GenerationMixin.generate = generate  # type: ignore[method-assign]
@@ -68,20 +73,13 @@ def _generate_with_drafter(
     kwargs: dict[str, Any],
 ) -> Any:
     """Calls transformers' `generate` with our decoding loop."""
-    call = inspect.signature(generate).bind(target, *args, **kwargs).arguments
-    call.update(call.pop("kwargs", {}))
-    del call["self"]
+    call = _arguments(generate, target, args, kwargs)
     call.pop("assistant_model", None), call.pop("drafter", None)
     if call.pop("custom_generate", None) not in (None, dspark_generate):
         raise ValueError(
             "Pass either assistant_model=<DSpark drafter> or custom_generate=, not both: each is a decoding loop."
         )
-    _refuse_synced_ranks(target, call.get("synced_gpus"))
-    _refuse_what_leaves_no_loop(target, call)
-    # A drafter shares its target's vocabulary, so the target's tokenizer is used for both.
-    call.pop("assistant_tokenizer", None)
-    _build_stop_strings(target, call)
-    settings = {name: _setting(name, call) for name in DRAFT_SETTINGS}
+    settings = _prepare(target, call)
     streamer = call.get("streamer")
 
     def decode(
@@ -105,6 +103,83 @@ def _generate_with_drafter(
         )
 
     return generate(target, custom_generate=decode, **call)
+
+
+def _generate_attached(
+    generate: Callable[..., Any],
+    target: GenerativeModel,
+    attachment: Attachment,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls transformers' `generate` with our decoding loop and the attached drafter, or as it is where that is impossible."""
+    plain = {name: value for name, value in kwargs.items() if name not in OUR_SETTINGS}
+    call = _arguments(generate, target, args, kwargs)
+    try:
+        _refuse_other_methods(target, call)
+        settings = _prepare(target, call)
+    except CannotDraft as reason:
+        attachment.warn_plain(reason)
+        return generate(target, *args, **plain)
+    settings = {name: attachment.settings.get(name) if value is None else value for name, value in settings.items()}
+    streamer = call.get("streamer")
+
+    def decode(
+        model: GenerativeModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
+        return attached_generate(attachment, *prepared, streamer, settings, model_kwargs)
+
+    with attachment.lock:
+        return generate(target, custom_generate=decode, **call)
+
+
+def _arguments(
+    generate: Callable[..., Any], target: GenerativeModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a `generate` call by name."""
+    call = inspect.signature(generate).bind(target, *args, **kwargs).arguments
+    call.update(call.pop("kwargs", {}))
+    del call["self"]
+    return call
+
+
+def _prepare(target: GenerativeModel, call: dict[str, Any]) -> dict[str, Any]:
+    """
+    Takes out of a call what transformers would not give to our loop, or would understand in another way.
+
+    Returns:
+        The settings of drafting.
+
+    Raises:
+        CannotDraft: for calls that would not reach our loop.
+    """
+    _refuse_synced_ranks(target, call.get("synced_gpus"))
+    _refuse_what_leaves_no_loop(target, call)
+    # A drafter shares its target's vocabulary, so the target's tokenizer is used for both.
+    call.pop("assistant_tokenizer", None)
+    _build_stop_strings(target, call)
+    return {name: _setting(name, call) for name in DRAFT_SETTINGS}
+
+
+def _refuse_other_methods(target: GenerativeModel, call: dict[str, Any]) -> None:
+    """
+    Raises:
+        CannotDraft: for calls that ask for another decoding method than drafting with what is attached.
+    """
+    for name in ("assistant_model", "custom_generate"):
+        if call.get(name) is not None:
+            raise CannotDraft(f"It names {name}= itself.")
+    if (beams := _in_force("num_beams", target, call) or 1) > 1:
+        raise CannotDraft(f"It searches with beams (num_beams={beams}).")
+    for name, method in OTHER_METHODS.items():
+        if _in_force(name, target, call):
+            raise CannotDraft(f"{name}= asks for {method}.")
 
 
 def _setting(name: str, call: dict[str, Any]) -> Any:
@@ -132,7 +207,7 @@ def _build_stop_strings(target: PreTrainedModel, call: dict[str, Any]) -> None:
     if stop_strings is None:
         return
     if tokenizer is None:
-        raise ValueError("stop_strings= needs the tokenizer: pass tokenizer= to generate as well.")
+        raise CannotDraft("stop_strings= needs the tokenizer: pass tokenizer= to generate as well.")
     criteria = list(call.get("stopping_criteria") or ())
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # One passed by the user is kept.
         criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
@@ -162,11 +237,11 @@ def _refuse_what_leaves_no_loop(target: PreTrainedModel, call: dict[str, Any]) -
         ValueError: for settings with which `generate` would not call our decoding loop, or not with the user's prompt.
     """
     if call.get("cache_implementation") == "paged":
-        raise ValueError(
+        raise CannotDraft(
             "cache_implementation='paged' is continuous batching, which knows no drafters. Leave it or assistant_model= out."
         )
     if _in_force("token_healing", target, call):
-        raise ValueError("token_healing=True does not work with a DSpark drafter. Leave it or assistant_model= out.")
+        raise CannotDraft("token_healing=True does not work with a DSpark drafter. Leave it or assistant_model= out.")
 
 
 def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> None:
@@ -177,7 +252,7 @@ def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> N
         sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target)
         synced_gpus = sharded and torch.distributed.get_world_size() > 1
     if synced_gpus:
-        raise ValueError(
+        raise CannotDraft(
             "DSpark decoding does not keep ranks in step (synced_gpus, FSDP or ZeRO-3 with several ranks): rounds differ in "
             "length from rank to rank, which would hang. Gather the target on each rank, or generate without a drafter."
         )

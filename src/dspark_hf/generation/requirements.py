@@ -18,7 +18,7 @@ from ..transformers_names import peft_arguments, uncompiled
 logger = logging.get_logger(__name__)
 
 # Other decoding methods of `generate`, by the setting that selects them.
-_OTHER_METHODS = {
+OTHER_METHODS = {
     "penalty_alpha": "contrastive search",
     "dola_layers": "DoLa decoding",
     "prompt_lookup_num_tokens": "prompt lookup",
@@ -64,9 +64,13 @@ def unwrap_drafter(model: Any) -> Drafter | None:
     return model if isinstance(model, Drafter) else None
 
 
+class CannotDraft(ValueError):
+    """A call that has no exact answer with a drafter, and has one without. Raised before anything reaches the caller."""
+
+
 def refuse(reason: str) -> NoReturn:
-    """Raises the `ValueError` for a call whose output would not be exact."""
-    raise ValueError(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")
+    """Raises [`CannotDraft`] for a call whose output would not be exact."""
+    raise CannotDraft(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")
 
 
 def check_call(
@@ -80,27 +84,27 @@ def check_call(
         rope: The length at which the target's rotary positions change, if they do.
 
     Raises:
-        ValueError: beams, other decoding methods, prompt-tuned targets, activated LoRA, an adapter per row, attention weights of
+        CannotDraft: beams, other decoding methods, prompt-tuned targets, activated LoRA, an adapter per row, attention weights of
             several rows, several rows that may grow too long to share a pass.
     """
     if (generation_config.num_beams or 1) > 1:
-        raise ValueError(
+        raise CannotDraft(
             f"Beam search (num_beams={generation_config.num_beams}) does not work with a DSpark drafter: speculative decoding "
             "follows one continuation. Use num_beams=1, or leave out assistant_model=."
         )
-    for name, method in _OTHER_METHODS.items():
+    for name, method in OTHER_METHODS.items():
         if optional_field(generation_config, name):
-            raise ValueError(
+            raise CannotDraft(
                 f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out."
             )
     if len(input_ids) > 1 and generation_config.return_dict_in_generate and generation_config.output_attentions:
-        raise ValueError(
+        raise CannotDraft(
             f"output_attentions=True is not available for several rows ({len(input_ids)} here): their attention is computed "
             "together. Call generate for each row."
         )
     for name, limit in length_limits(model).items() if len(input_ids) > 1 else ():
         if generation_config.max_length > limit:
-            raise ValueError(
+            raise CannotDraft(
                 f"Several rows ({len(input_ids)} here) may grow to {generation_config.max_length} tokens, but beyond the {name} "
                 f"of {type(model).__name__}, {limit} tokens, rows that share a pass influence each other. Lower "
                 "max_new_tokens, or call generate for each row."
@@ -110,26 +114,28 @@ def check_call(
             f"{type(model).__name__} changes its rotary positions with every token past {rope.length} (rope_type='dynamic'), so "
             "nothing is drafted from there on: the same output, at the speed of plain generate."
         )
-    _refuse_virtual_tokens(model)
+    _refuse_virtual_tokens(model, len(input_ids))
     _refuse_adapters_by_row(model, len(input_ids))
 
 
-def _refuse_virtual_tokens(model: PreTrainedModel) -> None:
+def _refuse_virtual_tokens(model: PreTrainedModel, num_rows: int) -> None:
     """PEFT's prompt tuning adds embeddings without token ids, so positions and cache lengths would not match `input_ids`."""
     peft_model = getattr(model.prepare_inputs_for_generation, "__self__", model)
     peft_config = getattr(peft_model, "active_peft_config", None) if peft_model is not model else None
     if peft_config is not None and peft_config.is_prompt_learning and peft_config.peft_type.value != "PREFIX_TUNING":
-        raise ValueError(
+        raise CannotDraft(
             f"A target with virtual tokens ({peft_config.peft_type.value}) does not work with a DSpark drafter. LoRA and prefix "
             "tuning do."
         )
+    if peft_config is not None and peft_config.is_prompt_learning and num_rows > 1:
+        refuse("its cache holds tokens that have no id (prefix tuning), which several rows at once do not allow")
 
 
 def _refuse_adapters_by_row(model: PreTrainedModel, num_rows: int) -> None:
     """What PEFT's hooks add to the calls of layers fits the rows and tokens of plain `generate`'s passes."""
     given = peft_arguments(model)
     if num_rows > 1 and given.get("adapter_names") is not None:
-        raise ValueError(
+        raise CannotDraft(
             f"adapter_names= gives each of {num_rows} rows its adapter, but with a DSpark drafter the rows share passes of other "
             "shapes. Call generate for each row, or leave out assistant_model=."
         )

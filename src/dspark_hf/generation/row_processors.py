@@ -12,6 +12,7 @@ from transformers.generation import logits_process as stock
 
 from ..transformers_names import allowed_tokens_function
 from .logits_process import is_stateless_stock, is_stock
+from .requirements import CannotDraft
 
 # Copies of a processor may share objects of these types, because calls do not change them.
 _SHARED = (torch.nn.Module, PreTrainedTokenizerBase, type(threading.Lock()), type(threading.RLock()))
@@ -93,7 +94,7 @@ def _copied(processor: LogitsProcessor) -> LogitsProcessor:
     try:
         return copy.deepcopy(processor, shared)
     except Exception as error:  # Whatever its parts raise.
-        raise ValueError(
+        raise CannotDraft(
             f"The logits processor {type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), and each row "
             "needs a copy, since rows call it at different lengths. Give it a `__deepcopy__` that shares what cannot be copied "
             "(it may return `self` where calls leave nothing behind), or call generate for each row."
