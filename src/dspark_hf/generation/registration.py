@@ -115,8 +115,10 @@ def _generate_attached(
     """Calls transformers' `generate` with our decoding loop and the attached drafter, or as it is where that is impossible."""
     plain = {name: value for name, value in kwargs.items() if name not in OUR_SETTINGS}
     call = _arguments(generate, target, args, kwargs)
+    if (other := _other_method(target, call)) is not None:
+        attachment.warn_plain(other)
+        return generate(target, *args, **plain)
     try:
-        _refuse_other_methods(target, call)
         settings = _prepare(target, call)
     except CannotDraft as reason:
         attachment.warn_plain(reason)
@@ -167,19 +169,15 @@ def _prepare(target: GenerativeModel, call: dict[str, Any]) -> dict[str, Any]:
     return {name: _setting(name, call) for name in DRAFT_SETTINGS}
 
 
-def _refuse_other_methods(target: GenerativeModel, call: dict[str, Any]) -> None:
-    """
-    Raises:
-        CannotDraft: for calls that ask for another decoding method than drafting with what is attached.
-    """
+def _other_method(target: GenerativeModel, call: dict[str, Any]) -> str | None:
+    """Why a call decodes in another way than drafting with what is attached; `None` if it does not."""
     for name in ("assistant_model", "custom_generate"):
         if call.get(name) is not None:
-            raise CannotDraft(f"It names {name}= itself.")
+            return f"It names {name}= itself."
     if (beams := _in_force("num_beams", target, call) or 1) > 1:
-        raise CannotDraft(f"It searches with beams (num_beams={beams}).")
-    for name, method in OTHER_METHODS.items():
-        if _in_force(name, target, call):
-            raise CannotDraft(f"{name}= asks for {method}.")
+        return f"It searches with beams (num_beams={beams})."
+    asked = next((name for name in OTHER_METHODS if _in_force(name, target, call)), None)
+    return None if asked is None else f"{asked}= asks for {OTHER_METHODS[asked]}."
 
 
 def _setting(name: str, call: dict[str, Any]) -> Any:
