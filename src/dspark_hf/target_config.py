@@ -42,6 +42,11 @@ def decoder_config(target_config: PreTrainedConfig) -> PreTrainedConfig:
     return text
 
 
+def cross_attention_layers(target_config: PreTrainedConfig) -> list[int]:
+    """The decoder layers that attend to images instead of text (Mllama), from 0."""
+    return list(optional_field(target_config.get_text_config(decoder=True), "cross_attention_layers") or [])
+
+
 def num_decoder_layers(text: PreTrainedConfig) -> int:
     """
     How many decoder layers a target has, each of which gives a hidden state.

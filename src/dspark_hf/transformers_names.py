@@ -253,6 +253,11 @@ def default_generation_settings() -> dict[str, Any]:
     return dict(GenerationConfig._get_default_generation_params())
 
 
+def has_own_update(model: GenerativeModel) -> bool:
+    """Whether the model changes how the arguments of the next pass follow from those of the last one."""
+    return type(model)._update_model_kwargs_for_generation is not GenerationMixin._update_model_kwargs_for_generation
+
+
 def extended_model_kwargs(model: GenerativeModel, model_kwargs: dict[str, Any], num_new_tokens: int) -> dict[str, Any]:
     """A copy of `model_kwargs` whose masks, positions and token types cover `num_new_tokens` more tokens."""
     model_kwargs = dict(model_kwargs)
@@ -261,8 +266,7 @@ def extended_model_kwargs(model: GenerativeModel, model_kwargs: dict[str, Any], 
     update = model._update_model_kwargs_for_generation
     # transformers' update would give several new tokens the types of as many prompt tokens, and models that override it
     # expect a single new token.
-    is_plain = type(model)._update_model_kwargs_for_generation is GenerationMixin._update_model_kwargs_for_generation
-    at_once = num_new_tokens if is_plain and model_kwargs.get("token_type_ids") is None else 1
+    at_once = num_new_tokens if not has_own_update(model) and model_kwargs.get("token_type_ids") is None else 1
     for _ in range(num_new_tokens // at_once):
         # Mllama does not do without `is_encoder_decoder`.
         model_kwargs = update(ModelOutput(), model_kwargs, is_encoder_decoder=False, num_new_tokens=at_once)

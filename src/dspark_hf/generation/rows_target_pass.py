@@ -8,6 +8,7 @@ import torch
 
 from ..ragged.cache import KeyValues, RaggedCache, fill
 from ..ragged.target import CannotShareRows, RaggedTarget
+from ..target_config import cross_attention_layers
 from .requirements import refuse
 from .target_model import TargetOutput
 from .target_pass import TargetPass
@@ -43,7 +44,11 @@ class RowsTargetPass:
     """
 
     def __init__(self, prompt: TargetPass, keep_cache: bool):
-        # This fails while the prompts' cache is still whole.
+        # These fail while the prompts' cache is still whole.
+        layers: dict[int, Any] = dict(enumerate(prompt.cache.layers))
+        of_images = (layers.get(index) for index in cross_attention_layers(prompt.model.config))
+        if any(layer is not None and layer.is_initialized for layer in of_images):
+            raise CannotShareRows(prompt.model, "some layers of its cache hold images")
         RaggedTarget(prompt.model, RaggedCache(len(prompt.cache.layers), 1), with_prompts=True).try_packing()
         self._wants_all_states = bool(prompt.generation_config.output_hidden_states)
         self._prompt = prompt

@@ -11,7 +11,14 @@ from transformers import Cache, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ..tapping import Tap
-from ..transformers_names import CACHE_KEY, GenerativeModel, hides_columns, is_callers_cache
+from ..transformers_names import (
+    CACHE_KEY,
+    GenerativeModel,
+    extended_model_kwargs,
+    has_own_update,
+    hides_columns,
+    is_callers_cache,
+)
 from .pass_mode import PassMode, pass_mode
 from .requirements import refuse
 from .telemetry import stage
@@ -77,6 +84,11 @@ class TargetModel:
             )
         if not isinstance(cache, Cache):
             refuse(f"transformers makes no cache for {type(self.model).__name__}, and verifying drafts needs one")
+        if has_own_update(self.model):
+            try:
+                extended_model_kwargs(self.model, self.model_kwargs, 1)
+            except AttributeError:  # The states of images, for Idefics.
+                refuse(f"{type(self.model).__name__} takes arguments of the next pass from the output of the last one")
         self.cache: Cache = cache
         self.tap = Tap(self.model, self.hidden_state_indices)
         self.mode: PassMode = contextlib.nullcontext if self._shows_states else pass_mode(self.model)
