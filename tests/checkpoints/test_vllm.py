@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dspark_hf import DSparkConfig, DSparkDrafter
 from dspark_hf.checkpoints import export
-from dspark_hf.checkpoints.engines import launch_command
+from dspark_hf.checkpoints.engines import CHECKED, launch_command
+from dspark_hf.checkpoints.writing import FORMAT_NAMES
 from dspark_hf.draft_cache import DraftCache
 from dspark_hf.training.draft_vocab import set_draft_vocabulary
 from dspark_hf.training.features import target_features
@@ -153,6 +154,11 @@ def plain(target: Any, prompt: list[int]) -> list[int]:
         torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
     )
     return found[0, len(prompt) :].tolist()
+
+
+def test_this_is_the_version_that_convert_names():
+    assert CHECKED["vLLM"].run == vllm_on_cpu.VERSION
+    assert {FORMAT_NAMES[format] for _, formats in CASES.values() for format in formats} == set(CHECKED["vLLM"].formats)
 
 
 @pytest.mark.parametrize(

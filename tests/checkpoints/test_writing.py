@@ -75,7 +75,7 @@ def drafter_of(kind: str, **fields) -> DSparkDrafter:
     return drafter
 
 
-@pytest.mark.parametrize(("kind", "format"), HELD, ids=" in ".join)
+@pytest.mark.parametrize(("kind", "format"), HELD, ids=[" in ".join(case) for case in HELD])
 def test_a_round_trip_changes_nothing(kind: str, format: str, tmp_path: Path):
     drafter = drafter_of(kind).to(torch.bfloat16)
     drafter.bind(drafter.target_kept_alive[0].to(torch.bfloat16))
@@ -101,7 +101,7 @@ def test_a_round_trip_changes_nothing(kind: str, format: str, tmp_path: Path):
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(("kind", "format"), NOT_HELD, ids=" in ".join)
+@pytest.mark.parametrize(("kind", "format"), NOT_HELD, ids=[" in ".join(case) for case in NOT_HELD])
 def test_what_a_format_cannot_hold_is_refused_and_leaves_nothing(kind: str, format: str, tmp_path: Path):
     with pytest.raises(ValueError, match=r"cannot hold this drafter|can serve this drafter"):
         export(drafter_of(kind), tmp_path / "out", format)
@@ -229,7 +229,7 @@ def test_another_activation_is_for_no_engine(tmp_path: Path):
         export(drafter_of("as it is", hidden_act="gelu"), tmp_path / "out", "vllm-sglang")
 
 
-@pytest.mark.parametrize(("kind", "format"), HELD, ids=" in ".join)
+@pytest.mark.parametrize(("kind", "format"), HELD, ids=[" in ".join(case) for case in HELD])
 def test_engines_derive_this_drafter_from_the_fields(kind: str, format: str, tmp_path: Path):
     drafter = drafter_of(kind)
     config = drafter.config

@@ -1,14 +1,11 @@
-"""For each serving engine, the reasons why it cannot serve a drafter's file, or the command that serves it.
-
-State of vLLM 0.33, SGLang 0.5.23, TensorRT-LLM and llama.cpp in autumn 2026.
-"""
+"""For each serving engine, the reasons why it cannot serve a drafter's file, or the command that serves it."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..configuration_drafter import DrafterConfig
 from ..kinds.dspark.configuration_dspark import DSparkConfig
@@ -20,6 +17,37 @@ ZLAB, SPECFORGE, GGUF = "z-lab DFlash", "SpecForge", "GGUF"
 
 # The keys of the formats that are written for engines.
 ENGINE_FORMATS = {"deepspec", "vllm-sglang", "speculators", "modelopt"}
+
+
+class Checked(NamedTuple):
+    """
+    How the rules for an engine were checked.
+
+    Args:
+        rules: The version whose source the rules were taken from.
+        run: The version that `make engine` runs, if any.
+        formats: The formats whose files it runs with.
+    """
+
+    rules: str
+    run: str | None = None
+    formats: tuple[str, ...] = ()
+
+
+CHECKED = {
+    "vLLM": Checked("0.33.0", run="0.32.0", formats=(DEEPSPEC, ENGINE_FILE, SPECULATORS)),
+    "SGLang": Checked("0.5.23"),
+    "TensorRT-LLM": Checked("of October 2026"),
+    "llama.cpp": Checked("of October 2026"),
+}
+
+
+def evidence(engine: str, format_name: str) -> str:
+    """Whether tests run this engine with files of this format, or only the rules in its source are known."""
+    checked = CHECKED[engine]
+    if format_name in checked.formats:
+        return f"drafts compared with {engine} {checked.run}"
+    return f"by the rules of {engine} {checked.rules}, not run"
 
 
 def is_plain_dflash(config: DSparkConfig) -> bool:

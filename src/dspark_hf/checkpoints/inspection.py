@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..configuration_drafter import DrafterConfig
-from . import engines
+from . import engines, speculators
 from .fields import Fields
 from .reading import OPTIONAL_TENSORS, Checkpoint, read_checkpoint
 from .unsupported import UnsupportedDrafterError, embedded_config, num_stages
@@ -76,7 +76,8 @@ class Inspection:
             yield f"  size: {self.num_parameters:,} parameters, {self.num_bytes / 1e9:.2f} GB ({kinds} tensors)"
         yield from (f"  odd: {oddity}" for oddity in self.oddities)
         for engine, reasons in self.engines.items():
-            yield f"  {engine}: {'no, ' + '; '.join(reasons) if reasons else 'yes'}"
+            said = "no, " + "; ".join(reasons) if reasons else f"yes ({engines.evidence(engine, self.format)})"
+            yield f"  {engine}: {said}"
 
 
 def inspect_checkpoint(path: Any, **kwargs: Any) -> Inspection:
@@ -121,6 +122,11 @@ def engine_obstacles(checkpoint: Checkpoint) -> dict[str, list[str]]:
     if checkpoint.format_name == engines.DEEPSPEC:
         for engine in ("vLLM", "SGLang"):
             reasons[engine] += _misread(engine, checkpoint.config, checkpoint.source.config)
+    if checkpoint.format_name == engines.SPECULATORS and reasons:
+        config: Any = checkpoint.config
+        read = speculators.causality_in_vllm(checkpoint.source.config, config.layer_types)
+        if read != [config.layer_is_causal(i) for i in range(config.num_hidden_layers)]:
+            reasons["vLLM"].append("it would take other layers to be causal: convert to speculators or vllm-sglang")
     return reasons
 
 

@@ -94,6 +94,14 @@ def verifier(config: dict[str, Any]) -> str | None:
     return ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
 
 
+def causality_in_vllm(config: dict[str, Any], layer_types: list[str]) -> list[bool]:
+    """Which layers of a file vLLM takes to be causal; the file may have been written by other software."""
+    said = config["transformer_layer_config"].get("is_causal")
+    if said is None and config["speculators_model_type"] == "dflash":
+        said = not config.get("sliding_window_non_causal", True)
+    return [layer_type == "sliding_attention" if said is None else bool(said) for layer_type in layer_types]
+
+
 def limits(config: DSparkConfig) -> Iterator[str]:
     """Features of this drafter that the speculators package does not support."""
     yield from unknown_to_engines(config, mixed_causality=True)

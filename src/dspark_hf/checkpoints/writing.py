@@ -91,7 +91,10 @@ class Export:
     def __str__(self) -> str:
         lines = [f"Wrote {self.path} ({self.format})."]
         lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  {engine}: {command}" for engine, command in self.launch.items()]
+        lines += [
+            f"  {engine} ({engines.evidence(engine, FORMAT_NAMES[self.format])}): {command}"
+            for engine, command in self.launch.items()
+        ]
         lines += [f"  not for {engine}: {'; '.join(reasons)}" for engine, reasons in self.refused.items()]
         return "\n".join(lines)
 
