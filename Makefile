@@ -8,6 +8,7 @@
 #   make slow      the tests that take longer, and those of `make interop` and `make quantized`
 #   make interop   the speculators package loads our files and we load its
 #   make quantized targets quantized by torchao, bitsandbytes, HQQ, quanto and compressed-tensors; an environment of its own
+#   make ecosystem TRL, lm-eval and smolagents generate with a drafter attached
 #   make engine    vLLM drafts from our files, on the CPU, what the drafter drafts here
 #   make quality   lint, format and types
 #   make docs      the documentation, into site/, warnings being errors
@@ -27,6 +28,7 @@ VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
 VENV_QUANTIZED ?= .venv-quantized
 VENV_ENGINE ?= .venv-engine
+VENV_ECOSYSTEM ?= .venv-ecosystem
 TORCH_SPEC ?= torch==2.13.0
 LOWEST_TRANSFORMERS ?= 5.17.0
 PYTEST ?=
@@ -42,6 +44,7 @@ READY_DOCS := $(VENV)/.ready-docs-$(KEY)
 READY_NOTEBOOK := $(VENV)/.ready-notebook-$(KEY)
 READY_LOWEST := $(VENV_LOWEST)/.ready-$(LOWEST_TRANSFORMERS)-$(KEY)
 READY_QUANTIZED := $(VENV_QUANTIZED)/.ready-$(KEY)
+READY_ECOSYSTEM := $(VENV_ECOSYSTEM)/.ready-$(KEY)
 READY_ENGINE := $(VENV_ENGINE)/.ready-$(KEY)
 READY_SPECULATORS := $(VENV_LOWEST)/.ready-speculators-$(KEY)
 
@@ -57,7 +60,7 @@ python_of = $(firstword $(shell python$(1) -c 'import sys; print(sys.executable)
     $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python))
 FOUND_PYTHONS = $(foreach version,$(PYTHONS),$(if $(call python_of,$(version)),$(version)))
 
-.PHONY: demo test test-one test-numeric test-pythons slow interop engine quantized quality docs notebook package format env clean
+.PHONY: demo test test-one test-numeric test-pythons slow interop ecosystem engine quantized quality docs notebook package format env clean
 
 demo: $(READY_DEMO)
 	@$(IN_VENV) examples/quickstart.py
@@ -94,6 +97,9 @@ interop: $(READY_SPECULATORS)
 quantized: $(READY_QUANTIZED)
 	$(IN_QUANTIZED) -m pytest tests/generation/test_quantized_targets.py $(PYTEST)
 
+ecosystem: $(READY_ECOSYSTEM)
+	$(VENV_ECOSYSTEM)/bin/python -m pytest -m ecosystem $(PYTEST) tests/ecosystem
+
 # Two processes at most: each holds a vLLM.
 engine: $(READY_ENGINE)
 	TRITON_INTERPRET=1 VLLM_LOGGING_LEVEL=ERROR OMP_NUM_THREADS=1 \
@@ -127,7 +133,7 @@ format: $(READY)
 env: $(READY) $(READY_DEMO) $(READY_DOCS) $(READY_LOWEST)
 
 clean:
-	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_QUANTIZED) $(VENV_ENGINE) .venv-python3.*
+	rm -rf $(VENV) $(VENV_LOWEST) $(VENV_QUANTIZED) $(VENV_ENGINE) $(VENV_ECOSYSTEM) .venv-python3.*
 
 # torch comes first and by itself, so that no other package's requirement decides which build it is.
 $(IN_VENV):
@@ -164,7 +170,7 @@ $(READY_NOTEBOOK): $(READY) $(READY_DEMO)
 	@$(IN_VENV) $(PIP) -e '.[notebook]'
 	@rm -f $(VENV)/.ready-notebook-* && touch $@
 
-# Both environments see the packages of the first one behind their own, so only what differs is installed.
+# These environments see the packages of the first one behind their own, so only what differs is installed.
 define behind_the_first
 rm -rf $(1)
 $(IN_VENV) -m venv $(1)
@@ -176,6 +182,11 @@ $(READY_QUANTIZED): $(READY)
 	$(call behind_the_first,$(VENV_QUANTIZED))
 	$(IN_QUANTIZED) $(PIP) --no-deps torchao==0.18.0 bitsandbytes==0.50.2 hqq==0.2.8.post1 compressed-tensors==0.20.1 \
 	    einops loguru pydantic pydantic-core termcolor
+	touch $@
+
+$(READY_ECOSYSTEM): $(READY)
+	$(call behind_the_first,$(VENV_ECOSYSTEM))
+	$(VENV_ECOSYSTEM)/bin/python $(PIP) trl==1.16.0 lm_eval==0.4.13 smolagents==1.26.0
 	touch $@
 
 $(READY_LOWEST): $(READY)
