@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,11 +24,15 @@ def prompt_with_image(target: PreTrainedModel) -> dict[str, torch.Tensor] | None
     A layout suits if the target takes it and answers another image differently.
     """
     for images in layouts(target):
-        for count in counts(target, images):
+        num_tokens = counts(target, images)
+        for count in num_tokens:
             inputs = prompt(target, images, count)
             try:
                 seen, other = (target(**inputs | drawn(images, seed)).logits for seed in (1, 2))
-            except Exception:  # Anything that a class may say of an unsuitable layout.
+            except Exception as error:  # Anything that a class may say of an unsuitable layout.
+                said = re.search(r"features: (\d+)", str(error))
+                if said and int(said[1]) not in num_tokens:
+                    num_tokens.append(int(said[1]))
                 continue
             if seen.shape == other.shape and not torch.allclose(seen[:, -1], other[:, -1]):
                 return inputs
@@ -38,7 +43,8 @@ def layouts(target: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     """Pixels of one image, with what else a class wants to know of them."""
     taken = set(inspect.signature(target.forward).parameters)
     vision = getattr(target.config, "vision_config", target.config)
-    side, patch = (_side(vision, name, default) for name, default in (("image_size", 16), ("patch_size", 4)))
+    patch = _side(vision, "patch_size", 4)
+    side = _side(vision, "image_size", 4 * patch if isinstance(patch, int) else 16)
     frames = getattr(vision, "temporal_patch_size", None) or 1
     if not isinstance(side, int) or not isinstance(patch, int):
         return
@@ -67,13 +73,20 @@ def layouts(target: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
             "pixel_attention_mask": torch.ones(1, per_side**2, dtype=torch.long),
         }
         yield {"pixel_values": torch.zeros(1, per_side**2, flat), **given}
+        yield {"pixel_values": torch.zeros(shape), "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)}
     if "qformer_input_ids" in taken:
-        yield {"pixel_values": torch.zeros(1, *square), "qformer_input_ids": torch.ones(1, 3, dtype=torch.long)}
+        words = {"qformer_input_ids": torch.ones(1, 3, dtype=torch.long)}
+        yield {"pixel_values": torch.zeros(1, *square), **words}
+        yield {"pixel_values": torch.zeros(1, 4, *square), **words}
+    if "target_sizes" in taken:
+        for pixels in (torch.zeros(1, 3, patch, patch * per_side**2), torch.zeros(1, *square)):
+            yield {"pixel_values": pixels, "target_sizes": torch.tensor([[per_side, per_side]])}
     if "image_attention_mask" in taken:
         yield {"pixel_values": torch.zeros(1, 1, *square)}
     yield {"pixel_values": torch.zeros(1, 1, *square), **sizes}
     yield {"pixel_values": torch.zeros(1, 2, *square), **sizes}
     yield {"pixel_values": torch.zeros(1, per_side**2, flat)}
+    yield {"pixel_values": torch.zeros(1, frames, patch, patch, 3)}
     if "high_res_pixel_values" in taken:
         high = getattr(getattr(target.config, "high_res_vision_config", vision), "image_size", side)
         yield {"pixel_values": torch.zeros(1, *square), "high_res_pixel_values": torch.zeros(1, 3, high, high)}
@@ -87,7 +100,9 @@ def layouts(target: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
         }
     if "image_position_ids" in taken:
         places = torch.cartesian_prod(torch.arange(per_side), torch.arange(per_side))[None]
-        yield {"pixel_values": torch.zeros(1, per_side**2, flat), "image_position_ids": places}
+        joined = getattr(vision, "model_patch_size", patch)
+        for width in (flat, 3 * joined**2):
+            yield {"pixel_values": torch.zeros(1, per_side**2, width), "image_position_ids": places}
     if "image_merge_sizes" in taken:
         given = {"image_grid_thw": grids[0], "image_merge_sizes": torch.tensor([1])}
         yield {"pixel_values": torch.zeros(per_side**2, flat), **given}
@@ -131,4 +146,15 @@ def prompt(target: PreTrainedModel, images: dict[str, torch.Tensor], count: int)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **drawn(images, 1)}
     taken = inspect.signature(target.forward).parameters
     kinds = (ids == IMAGE_ID).long()
-    return inputs | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+    inputs |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+    if "image_embeds_position_mask" in taken:
+        inputs["image_embeds_position_mask"] = kinds.bool()
+    if "image_attention_mask" in taken:
+        inputs["image_attention_mask"] = torch.ones(1, ids.shape[1], 1, dtype=torch.long)
+    return inputs
+
+
+def another(inputs: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A prompt of the same layout with other pixels, which begins with other words."""
+    words = tiny.prompt(3, seed=10 + seed)["input_ids"].clamp(max=IMAGE_ID - 1)
+    return drawn(inputs, 10 + seed) | {"input_ids": torch.cat([words, inputs["input_ids"][:, 3:]], dim=1)}

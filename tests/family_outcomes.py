@@ -47,10 +47,11 @@ def outcomes(mapping: str, family: str) -> dict[str, str]:
         "second turn": lambda: second_turn(target, inputs),
     }
     if mapping == "image-text":
-        columns["with images"] = lambda: with_image(target)
+        columns["image"] = lambda: with_images(target)
+        columns["rows with images"] = lambda: with_images(target, 2)
     found: dict[str, str] = {}
     for name, column in columns.items():
-        if state(found.get("one row", EQUAL)) == NO_PLAIN and name != "with images":
+        if state(found.get("one row", EQUAL)) == NO_PLAIN and "image" not in name:
             continue  # As with one row.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -75,10 +76,13 @@ def decoded(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **settings
     )
 
 
-def with_image(target: PreTrainedModel) -> str:
-    """A prompt with an image."""
+def with_images(target: PreTrainedModel, num_rows: int = 1) -> str:
+    """Prompts with an image each, which differ in text and pixels."""
     inputs = family_images.prompt_with_image(target)
-    return UNTESTED if inputs is None else decoded(target, inputs)
+    if inputs is None:
+        return UNTESTED
+    rows = [inputs, *(family_images.another(inputs, seed) for seed in range(1, num_rows))]
+    return decoded(target, {name: torch.cat([row[name] for row in rows]) for name in inputs})
 
 
 def second_turn(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str:

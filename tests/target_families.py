@@ -292,7 +292,17 @@ SPECIAL: dict[str, dict[str, Any]] = {family: dict(fields) for family, (_, field
     "molmo2": {"vision_config": DEFAULT},
     "glm5_next": {"text_config": {"index_topk": 16, "qk_rope_head_dim": 0}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24]}},
-    "chameleon": {"vocabulary_map": _IMAGE_VOCABULARY},
+    "chameleon": {"vocabulary_map": _IMAGE_VOCABULARY, "vq_config": {"num_embeddings": 8}},
+    "llama4": {
+        "vision_config": {
+            "intermediate_size": 128,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "vision_output_dim": 32,
+        }
+    },
+    "muse_glimmer": {"out_hidden_size": 128},
+    "muse_spark": {"out_hidden_size": 128},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
     "diffusion_gemma": {"text_config": {"top_k_experts": 2}},
     "granite4_vision": {
@@ -358,8 +368,8 @@ def _widen(model: PreTrainedModel) -> None:
             fan_in = weight.shape[-1]
             with torch.no_grad():
                 weight.normal_(0, 2.2 / fan_in**0.5)
-        elif name.endswith("_gate") and not weight.any():  # What comes from an image would not be let through.
-            torch.nn.init.constant_(weight, 0.7)
+        elif name.endswith(("_gate", "alpha_cross_attn", "alpha_dense")) and not weight.any():
+            torch.nn.init.constant_(weight, 0.7)  # What comes from an image would not be let through.
     # A head that is the embedding answers a token with itself.
     head = model.get_output_embeddings()
     if isinstance(head, torch.nn.Linear):
