@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 
 import pytest
+import tokenizers
 import torch
+import transformers
 from generation import rig
 from torch import nn
 
 import tiny
+from dspark_hf import record_speculation
 from dspark_hf.training.features import target_features
 from dspark_hf.training.target_logits import logit_rule
 
@@ -258,3 +261,74 @@ def test_a_drafter_in_training_mode_with_checkpoints(make):
     plain = rig.target().generate(**tiny.prompt(), **GREEDY)
     assert torch.equal(rig.target().generate(**tiny.prompt(), **GREEDY, assistant_model=drafter), plain)
     assert drafter.training
+
+
+# ---------------------------------------------------------------------- compiled
+
+compiled = {
+    "torch.compile(model)": lambda target: torch.compile(target, backend="eager"),
+    "its forward": lambda target: setattr(target, "forward", torch.compile(target.forward, backend="eager")) or target,
+    "model.compile()": lambda target: target.compile(backend="eager") or target,
+    "its layers": lambda target: [layer.compile(backend="eager") for layer in target.model.layers] and target,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", compiled)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_compiled_targets(family, how):
+    torch._dynamo.reset()
+    target = compiled[how](tiny.TARGETS[family]())
+    try:
+        rig.compare(target)
+        rig.compare(target, kinds=rig.EAGLE3_KINDS)
+        assert_rows_exact(target)
+    finally:
+        torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_part_runs_when_target_and_drafter_differ_in_dtype(family, dtype):
+    """Processors, heads, confidence, reduced vocabularies, sampling, one row and two."""
+    target = tiny.TARGETS[family]().to(dtype)
+    rows = tiny.left_padded(tiny.prompt(9), tiny.prompt(5, seed=1))
+    returned = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    sampling = {"do_sample": True, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "repetition_penalty": 1.2}
+    for drafter_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for head in ("vanilla", "gated", "rnn"):
+            drafter = tiny.random_drafter(target, markov_head_type=head, draft_vocab_size=60).to(drafter_dtype)
+            call = {"max_new_tokens": 6, "assistant_model": drafter, "assistant_confidence_threshold": 0.3}
+            out = target.generate(**tiny.prompt(), **call, **sampling, **returned)
+            assert out.sequences.shape == (1, 15) and {score.dtype for score in out.scores} == {torch.float32}
+            assert target.generate(**rows, **call, do_sample=False).shape == (2, 15)
+        drafter = tiny.eagle3_drafter(target).to(drafter_dtype)
+        assert target.generate(**tiny.prompt(), max_new_tokens=6, assistant_model=drafter).shape == (1, 15)
+
+
+# ---------------------------------------------------------------------- through a pipeline
+
+
+def test_a_pipeline_with_a_drafter():
+    target = rig.target()
+    vocabulary = {f"w{i}": i for i in range(tiny.VOCAB_SIZE)}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w1"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="w0")
+    text, settings = (
+        " ".join(f"w{i}" for i in tiny.prompt()["input_ids"][0].tolist()),
+        {"return_tensors": True} | GREEDY,
+    )
+    parts = {"model": target, "tokenizer": tokenizer}
+    plain = transformers.pipeline("text-generation", **parts)(text, **settings)
+    for kind in rig.KINDS:
+        drafter = rig.drafter_of(kind, target, plain[0]["generated_token_ids"])
+        with record_speculation() as in_call:
+            assert transformers.pipeline("text-generation", **parts)(text, **settings, assistant_model=drafter) == plain
+        with record_speculation() as in_pipeline:
+            piped = transformers.pipeline("text-generation", **parts, assistant_model=drafter)
+            assert piped(text, **settings) == plain
+        assert in_call.rounds and in_pipeline.rounds
