@@ -10,6 +10,7 @@ import torch
 import transformers
 from generation import rig
 from torch import nn
+from transformers.cache_utils import StaticLayer
 
 import tiny
 from dspark_hf import record_speculation
@@ -332,3 +333,16 @@ def test_a_pipeline_with_a_drafter():
             piped = transformers.pipeline("text-generation", **parts, assistant_model=drafter)
             assert piped(text, **settings) == plain
         assert in_call.rounds and in_pipeline.rounds
+
+
+# ---------------------------------------------------------------------- caches by name
+
+
+@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="static caches of this transformers cannot be rolled back")
+@pytest.mark.parametrize("name", ["static", "sliding_window", "hybrid", "dynamic"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5"])
+def test_caches_by_name(family, name):
+    target = rig.target(family)
+    rig.compare(target, max_new_tokens=16, cache_implementation=name)
+    rig.compare(target, kinds=("patterned",), cache_implementation=name, prefill_chunk_size=4)
+    assert_rows_exact(target, cache_implementation=name)
