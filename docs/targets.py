@@ -55,8 +55,7 @@ times in three. A sample of the classes is part of the tests that run with every
 - **untested**: there is no tiny model or no image for the class yet.
 
 A class may belong to several families; it counts once, with the worst of what happened with one row and with several. HRM is
-tested in float64: its loops amplify rounding so much that in float32 its output depends on how many tokens a pass has. Kosmos-2
-is wrong where an answer contains the padding token ([Limits](limits.md#what-differs-without-an-error)).
+tested in float64: its loops amplify rounding so much that in float32 its output depends on how many tokens a pass has.
 
 """
 

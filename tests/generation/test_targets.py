@@ -1,9 +1,11 @@
 """Targets that are more than a causal language model: placed, compiled, multimodal, of other families."""
 
 import pytest
+import target_families
 import torch
 import transformers
 from generation import rig
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
 from dspark_hf import record_speculation
@@ -269,3 +271,21 @@ def test_a_compiled_target_is_not_compiled_again_and_again():
         torch._dynamo.reset()
     assert len(stats.rounds) > 30
     assert counts[0] == counts[1] <= 12
+
+
+class Padding(LogitsProcessor):
+    """Two of the answer's tokens are the padding token."""
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] in (11, 14):
+            scores[:, tiny.PAD_ID] = 1e4
+        return scores
+
+
+def test_a_target_that_does_not_count_padding_tokens():
+    """The positions of a pass follow from its tokens, so nothing is drafted behind a padding token."""
+    target = target_families.build("image-text", "kosmos-2").text_model
+    outcome = rig.compare(
+        target, None, lambda: {"logits_processor": LogitsProcessorList([Padding()])}, max_new_tokens=20
+    )
+    assert outcome.plain[0].tolist().count(tiny.PAD_ID) >= 2

@@ -105,9 +105,21 @@ class Call:
         output = self.outputs[row]
         if self.prompt.forgets_context or num_owed > MOST_FED_AGAIN:
             return 0
+        uncounted = self.prompt.uncounted_id
+        if uncounted is not None and uncounted in output.ids[0, -1 - num_owed :].tolist():
+            return 0
         # A round always adds one token of the target, so the last free place is not for a draft.
         longest = min(self.generator.num_draft_tokens, output.room - 1)
         return longest if self.rope is None else min(longest, self.rope.max_drafts(output.ids.shape[1]))
+
+    def cut_behind_uncounted(self, draft: Draft) -> Draft:
+        """Leaves out drafts behind a token that the target does not count; most targets count all."""
+        uncounted = self.prompt.uncounted_id
+        if uncounted is None:
+            return draft
+        rows = zip(draft.ids.tolist(), draft.lengths, strict=True)
+        lengths = [ids.index(uncounted) + 1 if uncounted in ids[:length] else length for ids, length in rows]
+        return draft._replace(lengths=lengths)
 
     def end_where_criteria_say(self) -> None:
         """Asks the criteria that look at the whole batch."""

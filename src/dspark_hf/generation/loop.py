@@ -51,7 +51,7 @@ def run_round(call: Call) -> None:
         parts = zip(rows, wanted, num_owed, strict=True)
         max_drafts = [call.max_drafts(row, owed) if wants else 0 for row, wants, owed in parts]
         call.generator.scheduler.num_fed_again = sum(num_owed)
-        draft = call.generator.draft(ids, max_drafts)
+        draft = call.cut_behind_uncounted(call.generator.draft(ids, max_drafts))
         drafts = [draft.of_row(place) for place in range(len(rows))]
 
     with stage("verify"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +61,9 @@ class TargetModel:
         forgets_context (`bool`):
             Whether the model has discarded its cache, so that each pass runs over the whole sequence: Phi-3 does so at a
             certain length, in older versions of transformers.
+        uncounted_id (`int`, *optional*):
+            The padding token of a model that counts the positions of a pass itself, without padding (Kosmos-2): a token behind
+            it in the same pass has another position than in a pass of its own.
         mode (`PassMode`): The context for its passes once the prompt is fed.
 
     Raises:
@@ -74,6 +78,7 @@ class TargetModel:
     def __post_init__(self) -> None:
         cache = self.model_kwargs.get(CACHE_KEY)
         self.forgets_context = False
+        self.uncounted_id: int | None = None
         self._has_padding = hides_columns(self.model_kwargs.get("attention_mask"))
         self._prompt_positions: torch.Tensor | None = None
         if not self.model_kwargs.get("use_cache", True):
@@ -148,6 +153,8 @@ class TargetModel:
         )
         if is_first_iteration:
             self._prompt_positions = inputs.get("position_ids")
+            if self._prompt_positions is None and "position_ids" in inspect.signature(self.model.forward).parameters:
+                self.uncounted_id = getattr(self.model.get_input_embeddings(), "padding_idx", None)
             if (given := inputs.get("input_ids")) is not None and given.shape[1] > input_ids.shape[1]:
                 refuse(f"{type(self.model).__name__} puts tokens of its own behind the text")  # XLM does.
         if "logits_to_keep" in inputs:
