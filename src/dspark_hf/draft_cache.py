@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 _GROWTH = 256  # Buffers grow in steps of this many positions.
+_ROOM = 32  # Free positions after the context, so that it grows before a block is written, outside of what is compiled.
 
 
 class DraftCache:
@@ -65,7 +66,7 @@ class DraftCache:
             position_ids, counts: As in [`~DraftCache.append`].
         """
         counts = [position_ids.shape[1]] * self.num_rows if counts is None else counts
-        self._reserve(max(n + c for n, c in zip(self.lengths, counts, strict=True)), keys[0])
+        self._reserve(max(n + c for n, c in zip(self.lengths, counts, strict=True)) + _ROOM, keys[0])
         assert self._buffer is not None
         for row, (start, count) in enumerate(zip(self.lengths, counts, strict=True)):
             if count:

@@ -13,7 +13,7 @@ from dspark_hf.scheduling import (
     ThroughputCurve,
     ThroughputScheduler,
 )
-from dspark_hf.scheduling.admission import count_of_best
+from dspark_hf.scheduling.admission import count_of_best, throughputs
 
 pytestmark = pytest.mark.statistical
 
@@ -25,8 +25,8 @@ STEPS = ThroughputCurve.from_steps_per_second({b: 1 / (1 + 0.5 * (b // 8)) for b
 class Unconstrained(ThroughputScheduler):
     """The best choice over all confidences of the round: WRONG, since those of later slots know the tokens of earlier ones."""
 
-    def _count(self, ranking, row_ids):
-        return count_of_best(self._throughputs(ranking, len(row_ids)))
+    def _count(self, ranking, row_ids, rates):
+        return count_of_best(throughputs(ranking, len(row_ids), rates))
 
 
 def chi_squared_p_value(counts, probs):

@@ -27,14 +27,17 @@ from dspark_hf.scheduling.admission import (
 SMOOTH = ThroughputCurve.from_steps_per_second({b: 1 / (10 + b) for b in range(1, 65)})
 STEPS = ThroughputCurve.from_steps_per_second({b: 1 / (1 + 0.4 * (b // 4)) for b in range(1, 65)})
 FLAT = ThroughputCurve([1], [0.01])
+HILL = ThroughputCurve(
+    range(1, 65), [10 + b + 6 * (5 <= b % 8 <= 7) for b in range(1, 65)]
+)  # Twelve cost more than sixteen.
 CLIFF = ThroughputCurve([3, 4, 5], [1.0, 2.0, 2.0])
 
 
 class Unconstrained(ThroughputScheduler):
     """What a scheduler must not do: the best choice over the confidences of the drafts it decides about."""
 
-    def _count(self, ranking, row_ids):
-        return count_of_best(self._throughputs(ranking, len(row_ids)))
+    def _count(self, ranking, row_ids, rates):
+        return count_of_best(throughputs(ranking, len(row_ids), rates))
 
 
 def warmed_up(scheduler, num_rows, num_slots, seed=1):
@@ -53,7 +56,7 @@ SCHEDULERS = {
 }
 every_scheduler = pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS)
 every_curve = pytest.mark.parametrize(
-    "curve", [SMOOTH, STEPS, FLAT], ids=["smooth curve", "curve with steps", "flat curve"]
+    "curve", [SMOOTH, STEPS, HILL, FLAT], ids=["smooth curve", "curve with steps", "curve with hills", "flat curve"]
 )
 
 
@@ -189,6 +192,7 @@ def test_the_causality_test_sees_a_search_that_looks_ahead():
 def test_drafting_ends_only_where_no_later_draft_would_be_verified(build, curve):
     generator = torch.Generator().manual_seed(0)
     scheduler = warmed_up(build(curve), 3, 5)
+    scheduler.most_drafts = 5 + 5 + 4
     for _ in range(50):
         confidence = torch.rand(3, 5, generator=generator)
         longest = max(scheduler._lengths(confidence, [5, 5, 4], None))

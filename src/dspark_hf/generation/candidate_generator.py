@@ -105,6 +105,7 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         if num_drafts <= 0:
             return no_draft(len(input_ids))
         input_ids = [ids.to(self.drafter.device) for ids in input_ids]
+        self.scheduler.most_drafts = sum(min(num_drafts, length) for length in max_drafts)
         with self.context.mode():
             self.context.get_ready(input_ids)
             hidden_states, base_logits = self.backbone_pass(input_ids, num_drafts)
@@ -155,7 +156,8 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         sampler = DraftSampler(
             self.logits_processors, input_ids, self.do_sample, self.drafter.draft_token_ids, config.vocab_size
         )
-        anchor_ids, confidences = sampler.last_ids, list[torch.Tensor]()
+        anchor_ids = sampler.last_ids
+        confidences: list[torch.Tensor] = []
         with stage("sequential stage"):
             for slot, scores in enumerate(base_logits.unbind(1)):
                 # Asked before x_k is drawn: whether slot k is verified must not depend on the token drawn there.

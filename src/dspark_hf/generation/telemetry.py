@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 # The prompts, the three parts of a round, and what happens inside them.
 Stage = Literal["prompt", "draft", "verify", "commit"]
 InnerStage = Literal[
@@ -224,7 +226,7 @@ def current_recorder() -> SpeculationStats | None:
 
 def stage(name: Stage | InnerStage) -> contextlib.AbstractContextManager[None]:
     """Times the code inside as this stage. Without an active recorder it does almost nothing."""
-    recorder = _recorder.get()
+    recorder = None if torch.compiler.is_compiling() else _recorder.get()
     return _UNTIMED if recorder is None else recorder.clock.stage(name)
 
 

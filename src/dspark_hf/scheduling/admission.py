@@ -91,6 +91,32 @@ def count_of_best(throughput: np.ndarray) -> int:
     return int(throughput.argmax())
 
 
+def best_from(rates: np.ndarray) -> np.ndarray:
+    """
+    The highest rate at each index or any later one, `[N]`: what a round reaches that may be filled up to a cheaper pass.
+
+    Args:
+        rates: Rounds per second by tokens in the pass, `[N]`.
+    """
+    best: np.ndarray = np.maximum.accumulate(rates[::-1])[::-1]
+    return best
+
+
+def filled_up(count: int, num_rows: int, rates: np.ndarray, worth: float) -> int:
+    """
+    The number of candidates to verify instead of `count`: more, where a pass over more tokens is cheaper.
+
+    Args:
+        count: Candidates admitted.
+        num_rows: `R`, whose anchors are in the pass too.
+        rates: Rounds per second by tokens in the pass, `[N]`.
+        worth: The part by which the time of a round has to be shorter.
+    """
+    later = rates[num_rows + count :]
+    best = int(later.argmax())
+    return count + best if later[best] * (1 - worth) > later[0] else count
+
+
 def admitted_lengths(ranking: Ranking, count: int, num_rows: int) -> list[int]:
     """How many drafts each row sends when the best `count` candidates are admitted, `[R]`."""
     return np.bincount(ranking.rows[:count], minlength=num_rows).tolist()

@@ -14,7 +14,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from .admission import Ranking, admitted_lengths, count_of_best, count_until_no_gain, rank_candidates, throughputs
+from .admission import (
+    Ranking,
+    admitted_lengths,
+    best_from,
+    count_of_best,
+    count_until_no_gain,
+    filled_up,
+    rank_candidates,
+    throughputs,
+)
 from .survival import confident_lengths
 
 
@@ -31,6 +40,10 @@ class CostTable(Protocol):
         """
 
 
+# A pass over more tokens has to be cheaper by this part before a round fills up to it, so that noise alone is not followed.
+_WORTH_FILLING = 0.02
+
+
 class VerifyScheduler:
     """
     Decides the verify lengths of a round. This base class verifies everything.
@@ -41,10 +54,14 @@ class VerifyScheduler:
         num_fed_again (`int`):
             Tokens that the coming pass feeds besides anchors and drafts, because drafts before them were rejected. Set before
             each round; only targets with recurrent state have any.
+        most_drafts (`int`, *optional*):
+            Drafts that all rows together could verify in the coming round if none was ended early. Set before each round;
+            `None` means the sum of `max_lengths`.
     """
 
     needs_confidence = False
     num_fed_again = 0
+    most_drafts: int | None = None
 
     def start(self) -> None:
         """Resets the state at the start of a call."""
@@ -157,7 +174,8 @@ class ThroughputScheduler(VerifyScheduler):
     Verifies the likeliest drafts, as long as each more raises the expected tokens per second (Algorithm 1 with its early stop).
 
     The result is optimal if the throughput first rises and then falls as drafts are added, as with a smooth cost curve. On
-    a curve with steps it stops before a step that might have paid; [`AsyncThroughputScheduler`] does not.
+    a curve with steps it stops before a step that might have paid; [`AsyncThroughputScheduler`] does not. Where a pass over
+    more tokens is cheaper (12 tokens may cost more than 16), the round is filled up to them with the next best drafts.
 
     Args:
         curve: What a pass costs, such as a [`ThroughputCurve`].
@@ -171,16 +189,26 @@ class ThroughputScheduler(VerifyScheduler):
     def _lengths(
         self, confidence: torch.Tensor | None, max_lengths: Sequence[int], rows: Sequence[int] | None
     ) -> list[int]:
-        ranking = _ranked(confidence, max_lengths)
-        return admitted_lengths(ranking, self._count(ranking, _row_ids(rows, max_lengths)), len(max_lengths))
+        return self._admitted(_ranked(confidence, max_lengths), max_lengths, _row_ids(rows, max_lengths))
 
-    def _count(self, ranking: Ranking, row_ids: np.ndarray) -> int:
-        """How many of the ranked candidates are admitted."""
-        return count_until_no_gain(self._throughputs(ranking, len(row_ids)))
+    def _admitted(self, ranking: Ranking, max_lengths: Sequence[int], row_ids: np.ndarray) -> list[int]:
+        """
+        The lengths, filled up to a cheaper pass.
 
-    def _throughputs(self, ranking: Ranking, num_rows: int) -> np.ndarray:
-        most = num_rows + len(ranking.rows) + self.num_fed_again
-        return throughputs(ranking, num_rows, self.curve.table(most, num_rows)[self.num_fed_again :])
+        This stays exact. The cost curve and the number of drafts that could be verified decide how far a count is filled up,
+        not the confidences, and a slot ranks behind all that its row has before it. So whether a slot is among those filled
+        in depends on candidates down to it alone, as in Algorithm 1.
+        """
+        num_rows = len(row_ids)
+        # Not the number of ranked drafts: how many there are may depend on tokens that are being decided about.
+        most_tokens = num_rows + max(self.most_drafts or 0, sum(max_lengths))
+        rates = self.curve.table(most_tokens + self.num_fed_again, num_rows)[self.num_fed_again :][: most_tokens + 1]
+        count = self._count(ranking, row_ids, best_from(rates))
+        return admitted_lengths(ranking, filled_up(count, num_rows, rates, _WORTH_FILLING), num_rows)
+
+    def _count(self, ranking: Ranking, row_ids: np.ndarray, rates: np.ndarray) -> int:
+        """How many of the ranked candidates are admitted, given the rounds per second by tokens, which never rise."""
+        return count_until_no_gain(throughputs(ranking, len(row_ids), rates))
 
 
 class _PastRound(NamedTuple):
@@ -211,17 +239,18 @@ class AsyncThroughputScheduler(ThroughputScheduler):
         self, confidence: torch.Tensor | None, max_lengths: Sequence[int], rows: Sequence[int] | None = None
     ) -> list[int]:
         ranking, row_ids = _ranked(self._checked(confidence, max_lengths), max_lengths), _row_ids(rows, max_lengths)
-        lengths = admitted_lengths(ranking, self._count(ranking, row_ids), len(max_lengths))
+        lengths = self._admitted(ranking, max_lengths, row_ids)
         self._past.append(_PastRound(ranking, row_ids[ranking.rows]))
         return lengths
 
-    def _count(self, ranking: Ranking, row_ids: np.ndarray) -> int:
+    def _count(self, ranking: Ranking, row_ids: np.ndarray, rates: np.ndarray) -> int:
         if len(self._past) < 2:
-            return super()._count(ranking, row_ids)
+            return super()._count(ranking, row_ids, rates)
         past = self._past[0]
         still_there = np.isin(past.row_ids, row_ids)
-        known = Ranking(past.ranking.rows[still_there], past.ranking.survival[still_there])
-        return count_of_best(self._throughputs(known, len(row_ids)))
+        most = len(rates) - 1 - len(row_ids)
+        known = Ranking(past.ranking.rows[still_there][:most], past.ranking.survival[still_there][:most])
+        return count_of_best(throughputs(known, len(row_ids), rates))
 
 
 SCHEDULERS = ("fixed", "threshold", "throughput", "async_throughput")

@@ -39,7 +39,8 @@ class ThroughputCurve:
     Seconds of a target pass as a function of the tokens in it.
 
     Noise is removed such that a pass over more tokens is never faster: where neighbouring measurements contradict that, each
-    is replaced by their mean (isotonic regression). Between measured numbers of tokens the seconds are interpolated
+    is replaced by their mean (isotonic regression). Schedulers get the seconds as measured ([`~ThroughputCurve.table`]), because
+    a pass over 12 tokens may really take longer than one over 16. Between measured numbers of tokens the seconds are interpolated
     linearly; below the smallest they are constant; above the largest they grow with the slope between the last two.
 
     ```python
@@ -110,9 +111,12 @@ class ThroughputCurve:
 
     def seconds(self, num_tokens: Any) -> np.ndarray:
         """Seconds of a pass over each of `num_tokens` tokens, of the same shape."""
+        return self._on_curve(num_tokens, self.pass_s)
+
+    def _on_curve(self, num_tokens: Any, pass_s: np.ndarray) -> np.ndarray:
         tokens = np.asarray(num_tokens, dtype=np.float64)
         beyond = np.maximum(tokens - self.token_counts[-1], 0)
-        return np.interp(tokens, self.token_counts, self.pass_s) + beyond * self._last_slope()
+        return np.interp(tokens, self.token_counts, pass_s) + beyond * self._last_slope()
 
     def steps_per_second(self, num_tokens: Any) -> np.ndarray:
         """`SPS(B)`: passes per second over each of `num_tokens` tokens, of the same shape."""
@@ -154,7 +158,9 @@ class ThroughputCurve:
         table = self._tables.get(num_rows)
         if table is None or len(table) <= max_tokens:
             extra = self.drafting_seconds(num_rows) + _interpolated(self.rows, num_rows) if num_rows else 0.0
-            table = self._tables[num_rows] = 1 / (self.seconds(np.arange(2 * max_tokens + 1)) + extra)
+            # As measured: where more tokens are cheaper, schedulers fill a round up to them.
+            measured = self._on_curve(np.arange(2 * max_tokens + 1), self.measured_s)
+            table = self._tables[num_rows] = 1 / (measured + extra)
         return table
 
     def with_overhead(self, seconds: float) -> ThroughputCurve:
