@@ -59,6 +59,28 @@ tested in float64: its loops amplify rounding so much that in float32 its output
 
 """
 
+HOWEVER_LOADED = """
+## However it is loaded
+
+Each of these is part of the test suite, with transformers 5.17 and 5.24, with Qwen3 and, where it says so, a target with recurrent state (Qwen3.5). [Quantized targets](quantized.md#as-loaded) have a table of their own.
+
+| Target | With a drafter |
+| --- | --- |
+| Offloaded: `cpu_offload`, `disk_offload`, `device_map` with `"disk"`; recurrent state too | exact |
+| Compiled: `torch.compile(model)`, `model.compile()`, its `forward`, its layers; recurrent state too | exact |
+| `cache_implementation=` `"static"`, `"sliding_window"`, `"hybrid"`, `"dynamic"`, with and without `prefill_chunk_size`; recurrent state too | exact, where the version of transformers can crop them |
+| `cache_implementation="quantized"` | refused |
+| bfloat16 and float16, with a drafter of any of the three dtypes; recurrent state too | runs; greedy output is subject to [rounding](losslessness.md#rounding) |
+| Training mode without dropout, gradient checkpointing on; recurrent state too | exact; refused where transformers then leaves out the cache |
+| Training mode with dropout | refused |
+| LoRA, also on embedding or LM head, several adapters, `disable_adapter()`, `merge_adapter()`, `adapter_names=` for one row; recurrent state too | exact |
+| `modules_to_save`, `trainable_token_indices`, prefix tuning | exact |
+| `adapter_names=` for several rows, activated LoRA (aLoRA), prompt tuning, P-tuning | refused |
+| `pipeline(..., assistant_model=drafter)` | exact |
+
+Offloaded caches (`"offloaded"`, `"offloaded_static"`) need a GPU in plain `generate` as well.
+"""  # noqa: E501
+
 OWN_TARGET = """
 ## With your own target
 
@@ -118,7 +140,7 @@ def page():
     text = INTRODUCTION.format(tokens=NEW_TOKENS) + counted(versions)
     for mapping, heading in HEADINGS.items():
         text += f"\n## {heading}\n\n" + table(mapping, newest, versions[newest][mapping], older, versions)
-    return text + OWN_TARGET
+    return text + HOWEVER_LOADED + OWN_TARGET
 
 
 def counted(versions):
