@@ -259,6 +259,16 @@ def test_the_package_imports_little_besides_transformers():
     assert not {name for name in imported if name.split(".")[1:2] in (["training"], ["evaluation"], ["responses"])}
 
 
+# ---------------------------------------------------------------------- attributes by name
+
+
+def test_attributes_are_seldom_looked_up_by_name():
+    """An attribute that may be missing is asked for in one function, such as `optional_field`, and not at each use."""
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.files.values()}
+    found = {path: len(re.findall(r"\b(?:hasattr|getattr)\(", text)) for path, text in texts.items()}
+    assert 0 < sum(found.values()) <= 50, {str(path): number for path, number in found.items() if number}
+
+
 # ---------------------------------------------------------------------- warnings
 
 

@@ -187,6 +187,11 @@ def peft_arguments(model: torch.nn.Module) -> dict[str, Any]:
     return {name: value for keywords in given for name, value in keywords.items()}
 
 
+def without_peft(model: Any) -> Any:
+    """The model inside a PEFT model; anything else as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def uncompiled(model: Any) -> Any:
     """The module inside the result of `torch.compile(module)`; `None` for anything else."""
     return getattr(model, "_orig_mod", None)

@@ -42,6 +42,7 @@ from ..responses.settings import resolve_sampling
 from ..scheduling import Calibration, ConfidenceRounds, fit_temperatures
 from ..storage.atomic import write_text
 from ..training.features import CachePlan, cache_features
+from ..training.muon import has_muon
 from ..training.options import train_command
 from ..training.run import TrainingRun, train
 from ..transformers_names import GenerativeModel, compute_device
@@ -339,8 +340,3 @@ class Plan:
         self.steps = steps
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.file, json.dumps({"settings": self.settings, "steps": steps}, indent=1) + "\n")
-
-
-def has_muon() -> bool:
-    """Whether this torch has the Muon optimiser."""
-    return hasattr(torch.optim, "Muon")

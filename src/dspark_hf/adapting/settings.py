@@ -68,7 +68,7 @@ class AdaptSettings:
         if self.minutes <= 0:
             raise ValueError(f"minutes is {self.minutes}; give the minutes that training may take.")
         for name in ("max_prompts", "max_steps", "evaluations", "patience", "batch_size", "num_anchors"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            if (value := vars(self)[name]) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more.")
         if self.general_prompts < 0:
             raise ValueError(f"general_prompts is {self.general_prompts}; give a number of prompts, or 0 for none.")

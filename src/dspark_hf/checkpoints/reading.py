@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -219,7 +219,7 @@ def open_source(
     tensors = read_tensor_index(path, weight_map, hub, headers_only)
     renamed = {our_name(name): info for name, info in tensors.items()}
     reader = reader_of(path, raw, renamed)
-    if hasattr(reader, "open_tensors"):
+    if holds_more(reader):
         return reader.open_tensors(path, raw, own_part(reader, tensors)), reader
     if zlab.is_mimo(raw) and "mask_embedding" not in renamed and has_file(path, zlab.MASK_PICKLE, hub):
         raise ValueError(
@@ -230,9 +230,14 @@ def open_source(
     return (with_whole_norms(source) if has_offset_norms(raw, renamed) else source), reader
 
 
+def holds_more(reader: ModuleType | None) -> TypeGuard[ModuleType]:
+    """Whether the files of a format hold more than a drafter, such as the target's checkpoint that the drafter is a part of."""
+    return hasattr(reader, "is_own")
+
+
 def own_part(reader: ModuleType, by_name: dict[str, Any]) -> dict[str, Any]:
     """What is said of the drafter's tensors; all of it but for formats whose files hold more than a drafter."""
-    return {name: said for name, said in by_name.items() if not hasattr(reader, "is_own") or reader.is_own(name)}
+    return {name: said for name, said in by_name.items() if not holds_more(reader) or reader.is_own(name)}
 
 
 def is_drafter(raw: dict[str, Any]) -> bool:
@@ -259,7 +264,7 @@ def reader_of(path: Any, raw: dict[str, Any], tensors: dict[str, TensorInfo]) ->
             f"{path} is a language model ({language_models[0]}), not a drafter: use it as the target, with a drafter that "
             "was trained for it."
         )
-    refuse_unsupported(path, raw, tensors, getattr(reader, "UNSUPPORTED", UNSUPPORTED))
+    refuse_unsupported(path, raw, tensors, UNSUPPORTED if not holds_more(reader) else reader.UNSUPPORTED)
     if reader is None:
         raise ValueError(
             f"{path} is not a drafter in a known format: its model_type is {raw.get('model_type')!r}, its architectures are "
@@ -290,5 +295,5 @@ def translated_config(
             f"{config.num_hidden_layers}."
         )
     # Of files that hold more than a drafter, what lies beside them is not about the drafter.
-    config.name_or_path = "" if hasattr(reader, "is_own") else str(path)
+    config.name_or_path = "" if holds_more(reader) else str(path)
     return config

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..drafter import Drafter
 from ..scheduling import VerifyScheduler
-from ..transformers_names import uncompiled
+from ..transformers_names import uncompiled, without_peft
 from .draft_settings import draft_settings
 from .requirements import unwrap_drafter
 
@@ -157,8 +157,8 @@ def unwrap_target(target: Any) -> PreTrainedModel:
     """
     model = target
     while not isinstance(model, PreTrainedModel):
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
+        if (base := without_peft(model)) is not model:
+            model = base
         elif (inner := uncompiled(model)) is not None:
             model = inner
         elif isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):

@@ -30,7 +30,7 @@ OUR_SETTINGS = ("verify_scheduler", "drafting_backoff")
 def register() -> None:
     """Makes `generate` accept a [`Drafter`] as `assistant_model`. `import dspark_hf` calls this; repeating it is harmless."""
     current = GenerationMixin.generate
-    if hasattr(current, _ORIGINAL):
+    if _original(current) is not None:
         return
 
     @functools.wraps(current)
@@ -48,9 +48,13 @@ def register() -> None:
 
 def unregister() -> None:
     """Undoes [`register`]: restores transformers' `generate`."""
-    original = getattr(GenerationMixin.generate, _ORIGINAL, None)
-    if original is not None:
+    if (original := _original(GenerationMixin.generate)) is not None:
         GenerationMixin.generate = original  # type: ignore[method-assign]
+
+
+def _original(generate: Callable[..., Any]) -> Any:
+    """transformers' `generate` inside the one of [`register`]; `None` for any other function."""
+    return getattr(generate, _ORIGINAL, None)
 
 
 def _drafter_in(

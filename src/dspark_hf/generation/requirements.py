@@ -13,7 +13,7 @@ from ..drafter import Drafter
 from ..ragged.supported import length_limits
 from ..rope_limit import RopeLimit
 from ..target_config import optional_field
-from ..transformers_names import peft_arguments, uncompiled
+from ..transformers_names import peft_arguments, uncompiled, without_peft
 
 logger = logging.get_logger(__name__)
 
@@ -59,9 +59,8 @@ def unwrap_drafter(model: Any) -> Drafter | None:
         raise ValueError(
             f"{type(model).__name__} wraps the drafter away from generate: pass the drafter inside, which is its `.module`."
         )
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
-    return model if isinstance(model, Drafter) else None
+    base = without_peft(model)
+    return base if isinstance(base, Drafter) else None
 
 
 class CannotDraft(ValueError):

@@ -180,16 +180,20 @@ class StaticWindow(LayerRollback):
         self._length = 0
 
     def save(self) -> None:
-        for name in ("keys", "values", "cumulative_length"):
-            held = getattr(self.layer, name)
+        for name, held in self._held().items():
             self._copies.setdefault(name, torch.empty_like(held)).copy_(held)
         self._length = self.layer.cumulative_length_int
 
     def take_back(self, num_tokens: int) -> None:
         if num_tokens:
-            for name, copy in self._copies.items():
-                getattr(self.layer, name).copy_(copy)
+            for name, held in self._held().items():
+                held.copy_(self._copies[name])
             self.layer.cumulative_length_int = self._length
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The tensors that the layer writes to in a pass."""
+        layer = self.layer
+        return {"keys": layer.keys, "values": layer.values, "cumulative_length": layer.cumulative_length}
 
 
 class RecurrentLayer(LayerRollback):

@@ -25,7 +25,7 @@ class NotPackable(AttributeError):
     """
     Raised when a model's attention does something that is not supported here, so that its rows cannot be packed.
 
-    An `AttributeError`, so that `hasattr(mask, name)` is False and not an error.
+    An `AttributeError`, so that code which asks whether the mask has an attribute gets the answer no instead of an error.
     """
 
 

@@ -130,7 +130,8 @@ def reason(error: Exception) -> str:
         return error.reason
     if _is_of_torch_save(error):
         return "PyTorch could not write the whole file; the disk may be full"
-    said = str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    of_python = error.strerror if isinstance(error, OSError) else None
+    said = str(of_python or str(error) or type(error).__name__)
     if of_system := _SYSTEM_ERROR.search(said):  # safetensors includes the operating system's message in its own.
         said = of_system[1]
     return said.rstrip(".")

@@ -14,6 +14,11 @@ import torch
 from torch import nn
 
 
+def has_muon() -> bool:
+    """Whether this torch has the Muon optimiser."""
+    return hasattr(torch.optim, "Muon")
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """
     Combines `torch.optim.Muon` and `torch.optim.AdamW` into one optimiser, because a `Trainer` handles only one.
@@ -38,7 +43,7 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ):
-        if not hasattr(torch.optim, "Muon"):
+        if not has_muon():
             raise ImportError(
                 f"matrix_optimizer='muon' needs torch 2.9 or newer, and this is torch {torch.__version__}: "
                 "pip install --upgrade torch, or use matrix_optimizer='adamw'."

@@ -82,6 +82,12 @@ class Tokenizing:
         return True
 
 
+def pass_on_epoch(data: Any, epoch: int) -> None:
+    """Tells a stream or a collator the epoch, if it has `set_epoch`."""
+    if hasattr(data, "set_epoch"):
+        data.set_epoch(epoch)
+
+
 class EncodedStream(IterableDataset[dict[str, Any]]):
     """A stream of rows or conversations, each tokenized when it is read. It can be read again where the stream can."""
 
@@ -101,5 +107,4 @@ class EncodedStream(IterableDataset[dict[str, Any]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the stream, which may shuffle by it."""
-        if hasattr(self.stream, "set_epoch"):
-            self.stream.set_epoch(epoch)
+        pass_on_epoch(self.stream, epoch)

@@ -27,7 +27,14 @@ from ..hub import write_card
 from ..hub.card import CARD_FILE
 from ..number_types import floating_dtype
 from ..storage.atomic import is_write_error, reason, whole_file, whole_files
-from ..transformers_names import GenerativeModel, TrainerHooks, compute_device, has_device_hook, has_own_adapter
+from ..transformers_names import (
+    GenerativeModel,
+    TrainerHooks,
+    compute_device,
+    has_device_hook,
+    has_own_adapter,
+    is_quantized,
+)
 from .adaptation import load_own_adapter
 from .anchors import Anchors, draft_positions, gather_positions
 from .arguments import DSparkTrainingArguments
@@ -39,7 +46,7 @@ from .losses import DraftTargets, DSparkObjective, LossWeights, TargetHead, summ
 from .muon import MuonAdamW, split_parameters
 from .refused_arguments import check_keywords
 from .target_logits import logit_rule
-from .tokenizing import Tokenizing
+from .tokenizing import Tokenizing, pass_on_epoch
 
 logger = logging.get_logger(__name__)
 
@@ -100,7 +107,7 @@ class DSparkTrainer(TrainerHooks, Trainer):
             logger.warning("The drafter's 16-bit weights are trained as float32; bf16=True computes in bfloat16.")
             model.float()
         is_placed = getattr(target, "hf_device_map", None) is not None or any(map(has_device_hook, target.modules()))
-        if not is_placed and not getattr(target, "is_quantized", False):
+        if not is_placed and not is_quantized(target):
             target.to(args.device)  # type: ignore[arg-type]  # Declared without `self`.
         self.target = target.eval().requires_grad_(False)
         self._logit_rule = logit_rule(target)
@@ -403,5 +410,4 @@ class _AnchorEpoch(TrainerCallback):
         self.collator = collator
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if hasattr(self.collator, "set_epoch"):
-            self.collator.set_epoch(int((state.epoch or 0) + 1e-6))
+        pass_on_epoch(self.collator, int((state.epoch or 0) + 1e-6))
