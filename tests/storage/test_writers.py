@@ -193,7 +193,9 @@ SAFE = {
     "super().save_pretrained",  # On other processes than the main one, where nothing is written.
     "figure.savefig",
     "summary_of(run, command, typed).save",
-    "self._rollback.save",  # Keeps the states of a cache in memory.
+    "TrainingSummary",  # Its `save` writes a whole file.
+    "self._rollback.save",  # These keep the states of a cache in memory.
+    "self._window.save",
     "rollback.save",
     "layer.save",
     "self.path.open",  # Lines are appended one by one.
