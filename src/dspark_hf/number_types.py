@@ -16,7 +16,7 @@ def floating_dtype(name: str, option: str) -> torch.dtype:
     Raises:
         ValueError: when torch has no floating-point dtype of this name.
     """
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(
             f"{option} is {name!r}, which is not a floating-point dtype: use float32, bfloat16 or float16."

@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
         "memory_gib": _memory_gib(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
-        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "load_average": list(os.getloadavg()) if os.name == "posix" else None,
     }
 
 
