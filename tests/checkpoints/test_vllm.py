@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import runpy
 import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +21,12 @@ import torch
 
 pytest.importorskip("vllm", reason="`make engine` makes an environment with vLLM")
 
+import openai
 import vllm_on_cpu
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+import dspark_hf
+import tiny
 from dspark_hf import DSparkConfig, DSparkDrafter
 from dspark_hf.checkpoints import export
 from dspark_hf.checkpoints.engines import CHECKED, launch_command
@@ -25,6 +37,7 @@ from dspark_hf.training.features import target_features
 
 pytestmark = pytest.mark.engine
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MASK, NEW_TOKENS = 319, 24
 DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
@@ -231,3 +244,113 @@ def test_sampling_follows_the_target(target, target_folder, prompts, tmp_path):
 
     assert p_value(second_token(prompt)) > 1e-3
     assert p_value(second_token(prompts[1])) < 1e-3
+
+
+@pytest.mark.parametrize("format", ["deepspec", "vllm-sglang"])
+def test_gemma4(format, prompts, tmp_path):
+    sizes = {
+        "hidden_size": 128,
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 6,
+    }
+    types = (tiny.ALTERNATING * 2)[:6]
+    tiny.gemma4(vocab_size=MASK + 1, vocab_size_per_layer_input=MASK + 1, layer_types=types, **sizes).save_pretrained(
+        tmp_path / "target"
+    )
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    layers = DSparkConfig.layer_families["gemma4"] | {
+        "attention_k_eq_v": True,
+        "head_dim": 64,
+        "num_key_value_heads": 1,
+    }
+    drafter = new_drafter(target, **layers)
+    written = export(drafter, tmp_path / format, format)
+    with vllm_on_cpu.served(tmp_path / "target", written.path, method_of(drafter.config, written.path)) as engine:
+        answers = engine.answer(prompts[:1], NEW_TOKENS)
+    assert check_blocks(answers, drafter, target) > 2
+    assert answers[0].output == plain(target, prompts[0])
+
+
+# ---------------------------------------------------------------------- the quickstart pair
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    folder = runpy.run_path(str(EXAMPLES / "smollm2.py"))["ensure_target"]()
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "Write one sentence about the sea."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return folder, target, tokenizer, question, prompt
+
+
+@pytest.fixture(scope="module")
+def quickstart(smollm2: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    drafter = DSparkDrafter.from_pretrained(EXAMPLES / "quickstart_drafter", dtype=torch.float32).eval()
+    drafter.bind(smollm2[1])
+    return drafter, export(drafter, tmp_path_factory.mktemp("quickstart") / "served", "vllm-sglang")
+
+
+def test_the_quickstart_pair_takes_as_many_rounds(smollm2, quickstart):
+    folder, target, _, _, prompt = smollm2
+    drafter, written = quickstart
+    method = method_of(drafter.config, written.path)
+    with vllm_on_cpu.served(folder, written.path, method, max_model_len=512) as engine:
+        answers = engine.answer([prompt], NEW_TOKENS)
+        rounds, accepted = engine.accepted()
+    check_blocks(answers, drafter, target)
+    ids = torch.tensor([prompt])
+    with dspark_hf.record_speculation() as stats:
+        found = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=drafter,
+            assistant_confidence_threshold=0.0,
+            drafting_backoff=False,
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+        )
+    assert answers[0].output == found[0, len(prompt) :].tolist()
+    # vLLM drafts whole blocks at the end of the output, where fewer drafts can be used here, or none.
+    drafted = [one for one in stats.rounds if one.verified]
+    assert abs(rounds - len(drafted)) <= 1
+    assert accepted > 0
+
+
+def test_the_server_answers_as_generate_does(smollm2, quickstart, tmp_path):
+    folder, target, tokenizer, question, prompt = smollm2
+    drafter, written = quickstart
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    method = method_of(drafter.config, written.path) | {"model": str(written.path)}
+    command = [sys.executable, vllm_on_cpu.__file__, "--model", str(folder), "--speculative-config", json.dumps(method)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2", "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "2"]
+    log, address = tmp_path / "server.log", f"http://127.0.0.1:{port}"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        for _ in range(240):
+            assert server.poll() is None, log.read_text()
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{address}/health", timeout=5)
+                break
+            time.sleep(1)
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=240)
+        answer = client.chat.completions.create(
+            model="smollm2", messages=question, temperature=0, max_tokens=NEW_TOKENS
+        )
+        metrics = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+    ids = torch.tensor([prompt])
+    found = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert answer.choices[0].message.content == tokenizer.decode(found[0, len(prompt) :], skip_special_tokens=True)
+    accepted = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
+    assert float(accepted[0].split()[-1]) > 0
