@@ -4,6 +4,7 @@ After `import dspark_hf`, transformers' `generate` accepts a drafter:
 `target.generate(**inputs, assistant_model=drafter)`.
 """
 
+from .batching import GenerationRequest, GenerationResult, generate_many
 from .drafter import Drafter
 from .generation import (
     Attachment,
@@ -39,10 +40,13 @@ __all__ = [
     "DrafterOutput",
     "Eagle3Config",
     "Eagle3Drafter",
+    "GenerationRequest",
+    "GenerationResult",
     "SpeculationStats",
     "attach",
     "detach",
     "dspark_generate",
+    "generate_many",
     "record_speculation",
     "register",
     "register_kind",

@@ -105,6 +105,17 @@ class DraftCache:
         self.lengths = [self.lengths[row] for row in rows]
         self.num_rows = len(rows)
 
+    def replace_row(self, row: int, other: DraftCache) -> None:
+        """Gives a row what the only row of another cache holds."""
+        count, self.lengths[row] = other.lengths[0], 0
+        if other._buffer is not None:
+            of_layers = other._buffer[..., :count, :]
+            self._reserve(count, of_layers[0, 0].expand(self.num_rows, -1, -1, -1))
+            assert self._buffer is not None
+            self._buffer[:, :, row, :, :count] = of_layers[:, :, 0]
+            self.positions[row, :count] = other.positions[0, :count]
+        self.lengths[row] = count
+
     @property
     def num_bytes(self) -> int:
         """Bytes held by the key and value buffers."""

@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..drafter import Drafter
 from ..scheduling import FixedLength, VerifyScheduler, calibrated_confidence
 from .draft_context import DraftContext
-from .draft_sampler import DraftSampler
+from .draft_sampler import DraftSampler, PositionRaces
 from .logits_process import drafting_processors
 from .telemetry import stage
 
@@ -65,6 +65,7 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
 
     Attributes:
         context (`DraftContext`): The drafter's context of each row; the decoding loop adds what each round committed.
+        races (*optional*): For each row the random numbers of its coming tokens, see [`DraftSampler`].
         head (`LogitsProcessor`, *optional*): Adds to the base logits of a slot the part that depends on the token before it.
     """
 
@@ -91,6 +92,7 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         self.wants_confidence = drafter.config.gives_confidence and (want_confidence or self.scheduler.needs_confidence)
         self.rows = list(range(len(logits_processors)))  # Batch index of each row still being decoded.
         self.context = DraftContext(drafter, len(logits_processors))
+        self.races: Sequence[PositionRaces | None] | None = None
         self.head: LogitsProcessor | None = None
 
     def draft(self, input_ids: Sequence[torch.Tensor], max_drafts: Sequence[int]) -> Draft:
@@ -154,7 +156,12 @@ class DrafterCandidateGenerator(CandidateGenerator, ABC):
         """Draws the drafts from left to right, each given the token before it."""
         config = self.drafter.config
         sampler = DraftSampler(
-            self.logits_processors, input_ids, self.do_sample, self.drafter.draft_token_ids, config.vocab_size
+            self.logits_processors,
+            input_ids,
+            self.do_sample,
+            self.drafter.draft_token_ids,
+            config.vocab_size,
+            self.races,
         )
         anchor_ids = sampler.last_ids
         confidences: list[torch.Tensor] = []

@@ -104,7 +104,18 @@ class DraftContext:
         """Keeps only these of the rows."""
         self.cache.select_rows(rows)
         self.first_positions = [self.first_positions[row] for row in rows]
-        self._pending = [self._pending[row] for row in rows]
+        self._pending = [list(self._pending[row]) for row in rows]
+
+    def of_new_row(self) -> DraftContext:
+        """An empty context of one row."""
+        return DraftContext(self.drafter)
+
+    def replace_row(self, row: int, other: DraftContext) -> None:
+        """Gives a row the context of a context of one row."""
+        self.project()
+        other.project()
+        self.cache.replace_row(row, other.cache)
+        self.first_positions[row] = other.first_positions[0]
 
     def _project(self, rows: list[torch.Tensor]) -> None:
         """Adds the features of each row, `[T_row, m * D_target]`, to the cache."""

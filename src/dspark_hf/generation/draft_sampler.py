@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from transformers import LogitsProcessorList
@@ -10,6 +11,13 @@ from transformers import LogitsProcessorList
 from ..sampling import draw
 from .logits_process import is_rowwise, names_tokens, processed
 from .telemetry import stage
+
+
+class PositionRaces(Protocol):
+    """Random numbers for each coming token of one row."""
+
+    def at(self, slot: int) -> torch.Tensor:
+        """Those of the token `slot` places after the next one, `[V]`."""
 
 
 class DraftSampler:
@@ -22,6 +30,8 @@ class DraftSampler:
         do_sample: Draw the tokens, or take the most likely ones.
         draft_token_ids: Target ids of a reduced draft vocabulary, `[V_draft]`; `None` for the full vocabulary.
         vocab_size: Size of the target's vocabulary.
+        races: For each row the random numbers of its coming tokens, or `None` for the most likely tokens. In place of
+            `do_sample`, for rows of requests that have nothing in common. Such drafts are verified without their probabilities.
 
     Attributes:
         last_ids (`torch.Tensor` of shape `[B, 1]`): The token of each row before the coming slot.
@@ -34,17 +44,19 @@ class DraftSampler:
         do_sample: bool,
         draft_token_ids: torch.Tensor | None,
         vocab_size: int,
+        races: Sequence[PositionRaces | None] | None = None,
     ):
         self.last_ids = torch.cat([ids[:, -1:] for ids in input_ids])
         self._processors = processors
-        self._are_rowwise = all(is_rowwise(row) for row in processors)
+        self._races = races
+        self._are_rowwise = races is None and all(is_rowwise(row) for row in processors)
         self._sequences = [] if self._are_rowwise else list(input_ids)
         self._do_sample = do_sample
         self._draft_token_ids = draft_token_ids
         self._vocab_size = vocab_size
         # If the processors allow it, probabilities are computed over the draft vocabulary, which can be many times smaller.
         self._always_leaves_tokens = not any(names_tokens(row) for row in processors)
-        self._is_reduced = draft_token_ids is not None and self._always_leaves_tokens
+        self._is_reduced = draft_token_ids is not None and self._always_leaves_tokens and races is None
         self._ids: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
 
@@ -58,7 +70,9 @@ class DraftSampler:
         if not self._is_reduced:
             scores = self._over_full_vocabulary(scores, float("-inf"))
         scores = self._processed(scores)
-        if self._do_sample:
+        if self._races is not None:
+            self.last_ids = self._winners(scores, self._races)
+        elif self._do_sample:
             self._probs.append(scores.softmax(-1) if self._always_leaves_tokens else drafting_distribution(scores))
             self.last_ids = draw(self._probs[-1])[:, None]
         else:
@@ -81,6 +95,16 @@ class DraftSampler:
             return None
         probs = torch.stack(self._probs, dim=1)
         return self._over_full_vocabulary(probs, 0.0) if self._is_reduced else probs
+
+    def _winners(self, scores: torch.Tensor, races: Sequence[PositionRaces | None]) -> torch.Tensor:
+        """The token of each row at the coming slot, `[B, 1]`, from its processed scores `[B, V]`."""
+        tokens = [
+            row.argmax(-1)
+            if race is None
+            else (drafting_distribution(row) / race.at(len(self._ids)).to(row.device)).argmax(-1)
+            for row, race in zip(scores.split(1), races, strict=True)
+        ]
+        return torch.cat(tokens)[:, None]
 
     def _processed(self, scores: torch.Tensor) -> torch.Tensor:
         """Applies each row's processors to its scores, `[B, V]` -> `[B, V]`."""

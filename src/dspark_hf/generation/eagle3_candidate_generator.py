@@ -85,6 +85,14 @@ class Eagle3Context(DraftContext):
         super().keep_rows(rows)
         self.states = [self.states[row] for row in rows]
 
+    def of_new_row(self) -> DraftContext:
+        return Eagle3Context(self.drafter, self.embeddings)
+
+    def replace_row(self, row: int, other: DraftContext) -> None:
+        super().replace_row(row, other)
+        assert isinstance(other, Eagle3Context)
+        self.states[row] = other.states[0]
+
     def _project(self, rows: list[torch.Tensor]) -> None:
         fused = [self.drafter.project_context(features) for features in rows]
         self.states = [torch.cat(pair) for pair in zip(self.states, fused, strict=True)]

@@ -126,6 +126,11 @@ class RowsBackoff:
         # With one row, the account over all rows is enough.
         self._rows = [DraftingBackoff() for _ in range(num_rows)] if num_rows > 1 else []
 
+    def begin_row(self, row: int) -> None:
+        """Forgets a row whose place is given to another."""
+        if self._rows:
+            self._rows[row].start()
+
     def wants_drafts(self, rows: Sequence[int]) -> list[bool]:
         """Which of these rows should draft in the coming round, `[R]`. If none should, the round has no drafting."""
         if not self._together.should_draft():
@@ -167,6 +172,9 @@ class RowsBackoff:
 
 class NoBackoff:
     """Every row drafts in every round."""
+
+    def begin_row(self, row: int) -> None:
+        """Does nothing."""
 
     def wants_drafts(self, rows: Sequence[int]) -> list[bool]:
         return [True] * len(rows)
