@@ -4,6 +4,7 @@ import pytest
 import torch
 from generation import rig
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.cache_utils import StaticLayer
 
 import tiny
 from dspark_hf.generation.candidate_generator import DrafterCandidateGenerator
@@ -64,6 +65,8 @@ def test_the_draft_stage_is_one_graph(kind, fresh_dynamo, monkeypatch):
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_the_buffers_of_a_draft_stay_where_they_are(cache):
     """A graph captured on a GPU needs that: the drafter's cache moves only when it grows, between two rounds."""
+    if cache == "static" and not StaticLayer.is_croppable:
+        pytest.skip("this transformers cannot crop static caches")
     target = tiny.bigram(num_hidden_layers=1)
     drafter = tiny.random_drafter(target, **DRAFTER)
     addresses, forward = [], drafter.forward

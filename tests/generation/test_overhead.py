@@ -164,7 +164,8 @@ def test_a_block_drafted_whole_is_verified_as_far_as_one_that_ends_early(do_samp
 
 # Where tensors are read from the device, and why that is no more than once per round.
 READS = {
-    "generation/call.py": 1,  # Confidences, for whoever records the rounds.
+    # Confidences, for whoever records the rounds; and the tokens of targets that do not count every token (Kosmos-2).
+    "generation/call.py": 3,
     "generation/context_memory.py": 1,  # Once per call, for a cache that holds tokens without ids.
     "generation/stopping.py": 2,  # Once per call; and what the caller's criteria answer.
     "generation/streamer.py": 1,  # What a streamer was given, which is on the CPU.
