@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .target_config import num_decoder_layers, optional_field
-from .transformers_names import output_hidden_states
+from .transformers_names import has_capturing_hooks, output_hidden_states, remove_capturing_hooks
 
 
 def batch_axis(text: PreTrainedConfig, state: torch.Tensor) -> int:
@@ -113,3 +115,32 @@ class Tap:
     def _keep(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         state = output[0] if isinstance(output, tuple) else output
         self._last_output = state if state.dim() == 4 or self._before_norm else None
+
+
+_lock = threading.Lock()
+_num_tapped: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def capturing_hooks(target: PreTrainedModel) -> Iterator[None]:
+    """
+    Passes inside leave no hooks on a target that had none.
+
+    transformers adds hooks when hidden states are first asked for, and lets them stay. A model with them cannot be pickled.
+    Contexts of one target may overlap; the hooks go when the last one ends.
+    """
+    with _lock:
+        if target not in _num_tapped and has_capturing_hooks(target):
+            is_counted = False
+        else:
+            is_counted = True
+            _num_tapped[target] = _num_tapped.get(target, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            if is_counted:
+                _num_tapped[target] -= 1
+                if _num_tapped[target] == 0:
+                    del _num_tapped[target]
+                    remove_capturing_hooks(target)

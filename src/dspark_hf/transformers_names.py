@@ -66,6 +66,10 @@ _LISTS_NAME_ENTRIES = hasattr(output_capturing, "selected_hidden_states")
 DFLASH_READS_LAYER_INPUTS = not _LISTS_NAME_ENTRIES
 
 
+# The mark of a model that has hooks for its hidden states.
+_CAPTURES = "_output_capturing_hooks_installed"
+
+
 def output_hidden_states(indices: list[int]) -> list[int] | bool:
     """The value of `output_hidden_states=` that returns the given entries of `hidden_states`, and possibly others."""
     return indices if _LISTS_NAME_ENTRIES else True
@@ -163,6 +167,20 @@ def has_hooks(model: torch.nn.Module) -> bool:
         if has_device_hook(module):
             return True
     return any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks)
+
+
+def has_capturing_hooks(model: torch.nn.Module) -> bool:
+    """Whether the hooks are there by which transformers returns hidden states and attention weights."""
+    return any(vars(module).get(_CAPTURES) for module in model.modules())
+
+
+def remove_capturing_hooks(model: torch.nn.Module) -> None:
+    """Removes these hooks. The next pass that is asked for hidden states makes them again."""
+    for module in model.modules():
+        vars(module).pop(_CAPTURES, None)
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", None) == output_capturing.__name__:
+                del module._forward_hooks[key]
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

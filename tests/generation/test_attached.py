@@ -8,12 +8,20 @@ import threading
 import pytest
 import tiny_folders
 import torch
-from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer, pipeline
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TextIteratorStreamer,
+    pipeline,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import dspark_hf
 import tiny
 from dspark_hf.generation.attached import attachment_of
+from dspark_hf.scheduling import FixedLength
 from dspark_hf.transformers_names import CACHE_KEY
 
 pytestmark = pytest.mark.integration
@@ -78,12 +86,68 @@ def test_settings_are_given_once_and_a_call_may_change_them(target, drafter, pro
         assert {r.drafted for r in rounds_of(target, prompt, drafting_backoff=False)[1][:-2]} == {2}
 
 
+def test_a_setting_of_a_call_replaces_the_attached_one(target, prompt):
+    drafter = tiny.random_drafter(target, enable_confidence_head=True)
+    seen = []
+
+    class Scheduler(FixedLength):
+        def start(self):
+            seen.append(self)
+
+    scheduler = Scheduler()
+    with dspark_hf.attach(target, drafter, verify_scheduler=scheduler, drafting_backoff=False):
+        generate(target, prompt)
+        assert seen == [scheduler]
+        generate(target, prompt, assistant_confidence_threshold=0.5)
+        generate(target, prompt, verify_scheduler="threshold")
+        assert seen == [scheduler]
+    with dspark_hf.attach(target, drafter, assistant_confidence_threshold=0.5, drafting_backoff=False):
+        generate(target, prompt, verify_scheduler=scheduler)
+        assert seen == [scheduler] * 2
+
+
+def test_a_call_within_a_call_gets_a_scheduler_of_its_own(target, drafter, prompt):
+    seen = []
+
+    class Scheduler(FixedLength):
+        def start(self):
+            seen.append(self)
+
+    class Asks(LogitsProcessor):  # Generates with the same model while it is generating, in another thread.
+        def __call__(self, input_ids, scores):
+            if len(seen) < 2:
+                thread = threading.Thread(target=generate, args=(target, prompt))
+                thread.start()
+                thread.join(timeout=60)
+                assert not thread.is_alive()
+            return scores
+
+    plain = generate(target, prompt)
+    with dspark_hf.attach(target, drafter, verify_scheduler=Scheduler(), drafting_backoff=False):
+        assert generate(target, prompt, logits_processor=LogitsProcessorList([Asks()])).equal(plain)
+    assert len({id(scheduler) for scheduler in seen}) == 2
+
+
 def test_context_managers_nest(target, prompt):
     first, second = tiny.random_drafter(target), tiny.random_drafter(target)
     with dspark_hf.attach(target, first):
         with dspark_hf.attach(target, second):
             assert attachment_of(target).drafter is second
         assert attachment_of(target).drafter is first
+    assert attachment_of(target) is None
+
+
+def test_an_attachment_can_end_before_those_made_later(target, drafter):
+    first, second = dspark_hf.attach(target, drafter), dspark_hf.attach(target, tiny.random_drafter(target))
+    first.detach()
+    assert attachment_of(target) is second
+    second.detach()
+    assert attachment_of(target) is None
+    with first:  # Attaches again.
+        assert attachment_of(target) is first
+    assert attachment_of(target) is None
+    dspark_hf.attach(target, drafter), dspark_hf.attach(target, drafter)
+    dspark_hf.detach(target)
     assert attachment_of(target) is None
 
 
@@ -144,6 +208,48 @@ def test_what_is_refused_elsewhere_runs_plainly_with_one_warning(target, drafter
     assert len(warned) == 1 and "without the attached drafter" in warned[0]
 
 
+# Settings that other assistants take, and that ours does not.
+FOREIGN = {
+    "more drafts than a block has": {"num_assistant_tokens": 50},
+    "a threshold above 1": {"assistant_confidence_threshold": 2.0},
+    "a threshold and a scheduler": {"assistant_confidence_threshold": 0.3, "verify_scheduler": "fixed"},
+    "an unknown scheduler": {"verify_scheduler": "none such"},
+    "a setting of another type": {"num_assistant_tokens": "many"},
+}
+
+
+@pytest.mark.parametrize("where", ["call", "configuration", "model"])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_settings_for_other_assistants_break_nothing(target, drafter, prompt, warned, case, where):
+    plain = generate(target, prompt)
+    if where == "call":
+        options = FOREIGN[case]
+    elif where == "configuration":
+        options = {"generation_config": GenerationConfig(**FOREIGN[case])}
+    else:
+        options = {}
+        for name, value in FOREIGN[case].items():
+            setattr(target.generation_config, name, value)
+    with dspark_hf.attach(target, drafter):
+        assert generate(target, prompt, **options).equal(plain)
+    assert len(warned) == (where != "model")
+    assert not any("assistant_model=" in message for message in warned)
+
+
+def test_changes_after_attaching_break_nothing(prompt, warned):
+    target = tiny.qwen3().eval()
+    drafter = tiny.random_drafter(target)
+    with dspark_hf.attach(target, drafter):
+        drafter.generation_config.num_assistant_tokens = 50
+        assert generate(target, prompt).equal(generate(copy.deepcopy(target), prompt))
+        drafter.generation_config.num_assistant_tokens = None
+        target.resize_token_embeddings(tiny.VOCAB_SIZE + 3)
+        assert generate(target, prompt).equal(generate(copy.deepcopy(target), prompt))
+        drafter.to("meta")
+        assert generate(target, prompt).equal(generate(copy.deepcopy(target), prompt))
+    assert len(warned) == 3
+
+
 def test_another_assistant_runs(target, drafter, prompt, warned):
     plain = generate(target, prompt)
     with dspark_hf.attach(target, drafter):
@@ -191,7 +297,10 @@ def test_a_callers_cache_is_as_after_plain_generate(target, drafter, prompt, war
 def test_the_target_is_the_same_with_and_without(target, drafter, tmp_path):
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     config = copy.deepcopy(target.generation_config.to_dict())
+    hooks = sum(len(module._forward_hooks) for module in target.modules())
     with dspark_hf.attach(target, drafter):
+        generate(target, torch.tensor([[1, 2, 3]]))
+        assert sum(len(module._forward_hooks) for module in target.modules()) == hooks == 0
         assert target.state_dict().keys() == before.keys()
         assert not {id(p) for p in drafter.parameters()} & {id(p) for p in target.parameters()}
         assert target.generation_config.to_dict() == config
@@ -269,15 +378,32 @@ def test_a_pipeline_drafts(tmp_path):
 # ---------------------------------------------------------------------- mistakes
 
 
+WRONG_SETTINGS = [
+    ("num_assistant_tokens", "a"),
+    ("num_assistant_tokens", 2.5),
+    ("num_assistant_tokens", True),
+    ("assistant_confidence_threshold", "a"),
+    ("assistant_confidence_threshold", 1.5),
+    ("verify_scheduler", 3),
+    ("drafting_backoff", "no"),
+]
+
+
 def test_mistakes_are_found_when_attaching(target, drafter):
     with pytest.raises(TypeError, match="num_drafts"):
         dspark_hf.attach(target, drafter, num_drafts=3)
     with pytest.raises(ValueError, match="num_assistant_tokens=99"):
         dspark_hf.attach(target, drafter, num_assistant_tokens=99)
-    with pytest.raises(ValueError, match="takes a drafter of dspark_hf, got Qwen3ForCausalLM"):
-        dspark_hf.attach(target, target)
-    with pytest.raises(ValueError, match="model of transformers as its target, got BytesIO"):
+    for wrong, given in ((target, "Qwen3ForCausalLM"), ("a/path", "str"), (dspark_hf.Drafter, "the class Drafter")):
+        with pytest.raises(ValueError, match=f"takes a loaded drafter of dspark_hf, got {given}"):
+            dspark_hf.attach(target, wrong)
+    with pytest.raises(ValueError, match="must be a model of transformers, not BytesIO"):
         dspark_hf.attach(io.BytesIO(), drafter)
+    for name, value in WRONG_SETTINGS:
+        with pytest.raises(ValueError, match=f"{name}="):
+            dspark_hf.attach(target, drafter, **{name: value})
+        with pytest.raises(ValueError, match=f"{name}="):
+            generate(target, torch.tensor([[1, 2]]), assistant_model=drafter, **{name: value})
     other = tiny.qwen3(hidden_size=64)
     with pytest.raises(ValueError, match="hidden states of width"):
         dspark_hf.attach(other, drafter)

@@ -8,7 +8,7 @@ from generation import rig
 
 import tiny
 from dspark_hf import DSparkDrafter, record_speculation
-from dspark_hf.generation.draft_settings import backoff_of, draft_settings
+from dspark_hf.generation.draft_settings import DraftOptions, backoff_of, draft_settings
 from dspark_hf.scheduling import (
     AsyncThroughputScheduler,
     ConfidenceThreshold,
@@ -37,7 +37,7 @@ def drafter_with_curve(target):
 
 
 def scheduler_of(drafter, target, threshold=None, scheduler=None):
-    return draft_settings(drafter, target, None, threshold, scheduler)[1]
+    return draft_settings(drafter, target, DraftOptions(None, threshold, scheduler))[1]
 
 
 @pytest.mark.parametrize("name", KINDS)

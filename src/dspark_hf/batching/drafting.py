@@ -8,9 +8,8 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..drafter import Drafter
-from ..generation.call import DraftOptions
 from ..generation.candidate_generator import Draft, no_draft
-from ..generation.draft_settings import backoff_of, draft_settings
+from ..generation.draft_settings import DraftOptions, backoff_of, draft_settings
 from ..generation.generators import generator_of
 from ..generation.target_model import TargetOutput
 from ..transformers_names import GenerativeModel
@@ -32,13 +31,7 @@ class RowsDrafting:
     """
 
     def __init__(self, drafter: Drafter, target: GenerativeModel, max_rows: int, options: DraftOptions):
-        num_drafts, scheduler = draft_settings(
-            drafter,
-            target,
-            options.num_assistant_tokens,
-            options.assistant_confidence_threshold,
-            options.verify_scheduler,
-        )
+        num_drafts, scheduler = draft_settings(drafter, target, options)
         self._generator = generator_of(drafter)(
             drafter, target, [LogitsProcessorList()], num_draft_tokens=num_drafts, scheduler=scheduler
         )

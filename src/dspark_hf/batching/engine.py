@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..generation.candidate_generator import no_draft
+from ..tapping import capturing_hooks
 from ..transformers_names import GenerativeModel
 from .drafting import RowsDrafting
 from .requests import GenerationRequest, GenerationResult
@@ -47,6 +48,10 @@ class Engine:
 
     def run(self, requests: Iterable[GenerationRequest | None]) -> Iterator[GenerationResult]:
         """The results of all requests, in the order in which they end; see [`~dspark_hf.generate_many`]."""
+        with capturing_hooks(self.target):
+            yield from self._results(requests)
+
+    def _results(self, requests: Iterable[GenerationRequest | None]) -> Iterator[GenerationResult]:
         source, has_more = iter(requests), True
         while has_more or self.rows:
             added: list[Row] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..generation.call import DraftOptions
+from ..generation.draft_settings import DraftOptions
 from ..generation.pass_trial import check_passes
 from ..generation.requirements import unwrap_drafter
 from ..scheduling import VerifyScheduler

@@ -12,12 +12,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..ragged.target import CannotShareRows
 from ..rope_limit import RopeLimit, rope_limit
-from ..scheduling import NoBackoff, RowsBackoff, VerifyScheduler
+from ..scheduling import NoBackoff, RowsBackoff
 from ..transformers_names import GenerativeModel, pad_token_of
 from .batch_steps import BatchSteps
 from .candidate_generator import Draft, DrafterCandidateGenerator
 from .context_memory import remember
-from .draft_settings import backoff_of, draft_settings
+from .draft_settings import DraftOptions, backoff_of, draft_settings
 from .generators import generator_of
 from .logits_process import is_rowwise
 from .output import Output
@@ -39,16 +39,6 @@ from .token_choice import TokenChoice
 # Tokens that may be fed again in one pass. Where there are more, a round without drafts, which nothing can reject, brings the
 # cache up to date.
 MOST_FED_AGAIN = 16
-
-
-@dataclass
-class DraftOptions:
-    """Settings of drafting given in the call; `None` means the drafter's. See [`~dspark_hf.dspark_generate`]."""
-
-    num_assistant_tokens: int | None = None
-    assistant_confidence_threshold: float | None = None
-    verify_scheduler: VerifyScheduler | str | None = None
-    drafting_backoff: bool | None = None
 
 
 @dataclass
@@ -208,9 +198,7 @@ def prepare_call(
         )
     rope = rope_limit(model)
     check_call(model, input_ids, generation_config, rope)
-    num_drafts, scheduler = draft_settings(
-        base, model, options.num_assistant_tokens, options.assistant_confidence_threshold, options.verify_scheduler
-    )
+    num_drafts, scheduler = draft_settings(base, model, options)
     check_passes(model)
     num_rows, do_sample = len(input_ids), bool(generation_config.do_sample)
     rules = StoppingRules(stopping_criteria, generation_config)

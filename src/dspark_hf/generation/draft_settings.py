@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from numbers import Integral, Real
+from types import UnionType
+
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -23,13 +27,45 @@ from ..transformers_names import compute_device
 logger = logging.get_logger(__name__)
 
 
-def draft_settings(
-    drafter: Drafter,
-    target: PreTrainedModel,
-    num_drafts: int | None,
-    threshold: float | None,
-    scheduler: VerifyScheduler | str | None,
-) -> tuple[int, VerifyScheduler]:
+@dataclass
+class DraftOptions:
+    """
+    Settings of drafting given in a call, or with an attached drafter; `None` means the drafter's. See
+    [`~dspark_hf.dspark_generate`].
+
+    Raises:
+        ValueError: for a setting of another type.
+    """
+
+    num_assistant_tokens: int | None = None
+    assistant_confidence_threshold: float | None = None
+    verify_scheduler: VerifyScheduler | str | None = None
+    drafting_backoff: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_type("num_assistant_tokens", self.num_assistant_tokens, Integral, "a number of tokens")
+        _check_type("assistant_confidence_threshold", self.assistant_confidence_threshold, Real, "a number from 0 to 1")
+        _check_type("verify_scheduler", self.verify_scheduler, VerifyScheduler | str, "a scheduler or the name of one")
+        if self.drafting_backoff not in (None, False, True):
+            raise ValueError(f"drafting_backoff={self.drafting_backoff!r} must be True or False.")
+
+    def over(self, others: DraftOptions) -> DraftOptions:
+        """These settings, and `others` where nothing is given here. A threshold and a scheduler replace each other."""
+        decides = self.assistant_confidence_threshold is not None or self.verify_scheduler is not None
+        return DraftOptions(
+            others.num_assistant_tokens if self.num_assistant_tokens is None else self.num_assistant_tokens,
+            self.assistant_confidence_threshold if decides else others.assistant_confidence_threshold,
+            self.verify_scheduler if decides else others.verify_scheduler,
+            others.drafting_backoff if self.drafting_backoff is None else self.drafting_backoff,
+        )
+
+
+def _check_type(name: str, value: object, accepted: type | UnionType, words: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, accepted)):
+        raise ValueError(f"{name}={value!r} must be {words}.")
+
+
+def draft_settings(drafter: Drafter, target: PreTrainedModel, options: DraftOptions) -> tuple[int, VerifyScheduler]:
     """
     Drafts per round and the scheduler, from the call's settings or else from `drafter.generation_config`.
 
@@ -38,6 +74,8 @@ def draft_settings(
             scheduler name that is unknown or whose throughput curve is missing.
     """
     config, settings = drafter.config, drafter.generation_config
+    num_drafts, threshold = options.num_assistant_tokens, options.assistant_confidence_threshold
+    scheduler = options.verify_scheduler
     if num_drafts is None:
         num_drafts = (
             settings.num_assistant_tokens if settings.num_assistant_tokens is not None else config.num_draft_tokens

@@ -12,12 +12,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..drafter import Drafter
 from ..scheduling import VerifyScheduler
-from ..transformers_names import GenerativeModel, plain_decoding
+from ..tapping import capturing_hooks
+from ..transformers_names import GenerativeModel, compute_device, plain_decoding
 from .attached import Attachment
-from .call import Call, DraftOptions, prepare_call
+from .call import Call, prepare_call
+from .draft_settings import DraftOptions
 from .loop import decode
 from .pass_mode import make_ordinary
-from .requirements import CannotDraft
 
 
 @torch.no_grad()
@@ -76,6 +77,7 @@ def decode_call(call: Call, input_ids: torch.Tensor) -> torch.Tensor | GenerateD
     with contextlib.ExitStack() as ending:
         ending.callback(call.end)
         ending.callback(make_ordinary, call.generator.drafter)
+        ending.enter_context(capturing_hooks(call.prompt.model))
         return decode(call, input_ids)
 
 
@@ -88,7 +90,7 @@ def attached_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     streamer: BaseStreamer | None,
-    settings: dict[str, Any],
+    options: DraftOptions,
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """
@@ -97,13 +99,13 @@ def attached_generate(
     Args: as in [`dspark_generate`].
     """
     prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-    try:
-        drafter = attachment.drafter_on(model.device)
-        call = prepare_call(*prepared, drafter, streamer, DraftOptions(**settings), model_kwargs)
-    except CannotDraft as reason:
-        attachment.warn_plain(reason)
-        return plain_decoding(*prepared, streamer, model_kwargs)
-    with contextlib.ExitStack() as ending:
+    with attachment.options_of(options) as settings, contextlib.ExitStack() as ending:
+        try:
+            drafter = attachment.drafter_on(compute_device(model))
+            call = prepare_call(*prepared, drafter, streamer, settings, model_kwargs)
+        except ValueError as reason:  # Whatever cannot draft; plain `generate` finds mistakes of the caller again.
+            attachment.warn_plain(reason)
+            return plain_decoding(*prepared, streamer, model_kwargs)
         if streamer is not None:
             ending.callback(streamer.end)
         return decode_call(call, input_ids)

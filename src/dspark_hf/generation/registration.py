@@ -16,6 +16,7 @@ from ..drafter import Drafter
 from ..target_config import optional_field
 from ..transformers_names import GenerativeModel, default_generation_settings
 from .attached import Attachment, attachment_of
+from .draft_settings import DraftOptions
 from .entry import attached_generate, dspark_generate
 from .requirements import OTHER_METHODS, CannotDraft, unwrap_drafter
 
@@ -123,11 +124,10 @@ def _generate_attached(
         attachment.warn_plain(other)
         return generate(target, *args, **plain)
     try:
-        settings = _prepare(target, call)
-    except CannotDraft as reason:
+        options = DraftOptions(**_prepare(target, call))
+    except ValueError as reason:
         attachment.warn_plain(reason)
         return generate(target, *args, **plain)
-    settings = {name: attachment.settings.get(name) if value is None else value for name, value in settings.items()}
     streamer = call.get("streamer")
 
     def decode(
@@ -139,10 +139,9 @@ def _generate_attached(
         **model_kwargs: Any,
     ) -> Any:
         prepared = (model, input_ids, logits_processor, stopping_criteria, generation_config)
-        return attached_generate(attachment, *prepared, streamer, settings, model_kwargs)
+        return attached_generate(attachment, *prepared, streamer, options, model_kwargs)
 
-    with attachment.lock:
-        return generate(target, custom_generate=decode, **call)
+    return generate(target, custom_generate=decode, **call)
 
 
 def _arguments(
@@ -240,10 +239,13 @@ def _refuse_what_leaves_no_loop(target: PreTrainedModel, call: dict[str, Any]) -
     """
     if call.get("cache_implementation") == "paged":
         raise CannotDraft(
-            "cache_implementation='paged' is continuous batching, which knows no drafters. Leave it or assistant_model= out."
+            "cache_implementation='paged' is continuous batching, which knows no drafters.",
+            "Leave it or assistant_model= out.",
         )
     if _in_force("token_healing", target, call):
-        raise CannotDraft("token_healing=True does not work with a DSpark drafter. Leave it or assistant_model= out.")
+        raise CannotDraft(
+            "token_healing=True does not work with a DSpark drafter.", "Leave it or assistant_model= out."
+        )
 
 
 def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> None:
@@ -256,5 +258,6 @@ def _refuse_synced_ranks(target: PreTrainedModel, synced_gpus: bool | None) -> N
     if synced_gpus:
         raise CannotDraft(
             "DSpark decoding does not keep ranks in step (synced_gpus, FSDP or ZeRO-3 with several ranks): rounds differ in "
-            "length from rank to rank, which would hang. Gather the target on each rank, or generate without a drafter."
+            "length from rank to rank, which would hang.",
+            "Gather the target on each rank, or generate without a drafter.",
         )

@@ -64,12 +64,22 @@ def unwrap_drafter(model: Any) -> Drafter | None:
 
 
 class CannotDraft(ValueError):
-    """A call that has no exact answer with a drafter, and has one without. Raised before anything reaches the caller."""
+    """
+    A call that a drafter cannot serve, and that plain `generate` can. Raised before anything reaches the caller.
+
+    Args:
+        reason: Why, in a sentence.
+        remedy: What to do, in a sentence. A call with an attached drafter does so by itself, and mentions the reason alone.
+    """
+
+    def __init__(self, reason: str, remedy: str = ""):
+        super().__init__(f"{reason} {remedy}".strip())
+        self.reason = reason
 
 
 def refuse(reason: str) -> NoReturn:
     """Raises [`CannotDraft`] for a call whose output would not be exact."""
-    raise CannotDraft(f"DSpark cannot draft for this call: {reason}. Generate without assistant_model=.")
+    raise CannotDraft(f"DSpark cannot draft for this call: {reason}.", "Generate without assistant_model=.")
 
 
 def check_call(
@@ -89,12 +99,13 @@ def check_call(
     if (generation_config.num_beams or 1) > 1:
         raise CannotDraft(
             f"Beam search (num_beams={generation_config.num_beams}) does not work with a DSpark drafter: speculative decoding "
-            "follows one continuation. Use num_beams=1, or leave out assistant_model=."
+            "follows one continuation.",
+            "Use num_beams=1, or leave out assistant_model=.",
         )
     for name, method in OTHER_METHODS.items():
         if optional_field(generation_config, name):
             raise CannotDraft(
-                f"{name}= asks for {method}, which does not combine with a DSpark drafter. Leave one of them out."
+                f"{name}= asks for {method}, which does not combine with a DSpark drafter.", "Leave one of them out."
             )
     if len(input_ids) > 1 and generation_config.return_dict_in_generate and generation_config.output_attentions:
         raise CannotDraft(
@@ -136,7 +147,8 @@ def _refuse_adapters_by_row(model: PreTrainedModel, num_rows: int) -> None:
     if num_rows > 1 and given.get("adapter_names") is not None:
         raise CannotDraft(
             f"adapter_names= gives each of {num_rows} rows its adapter, but with a DSpark drafter the rows share passes of other "
-            "shapes. Call generate for each row, or leave out assistant_model=."
+            "shapes.",
+            "Call generate for each row, or leave out assistant_model=.",
         )
     if any(offset is not None for offset in given.get("alora_offsets") or ()):
         refuse(
