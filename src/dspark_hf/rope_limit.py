@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from .transformers_names import modules_of
+
 
 class RopeLimit(NamedTuple):
     """
@@ -41,7 +43,7 @@ class RopeLimit(NamedTuple):
 
 def rope_limit(model: torch.nn.Module) -> RopeLimit | None:
     """The limit of a target; `None` for targets whose frequencies never change, which most are."""
-    for module in model.modules():
+    for module in modules_of(model):
         kinds = vars(module).get("rope_type")
         for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
             if kind == "longrope":

@@ -66,6 +66,9 @@ _LISTS_NAME_ENTRIES = hasattr(output_capturing, "selected_hidden_states")
 DFLASH_READS_LAYER_INPUTS = not _LISTS_NAME_ENTRIES
 
 
+# The module inside the result of `torch.compile(module)`.
+_COMPILED = "_orig_mod"
+
 # The mark of a model that has hooks for its hidden states.
 _CAPTURES = "_output_capturing_hooks_installed"
 
@@ -76,6 +79,35 @@ def output_hidden_states(indices: list[int]) -> list[int] | bool:
 
 
 # ---------------------------------------------------------------------- properties of models
+
+
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """
+    The modules of a model, itself first, each once. A call looks at all of them several times, and `modules()` takes about
+    three times as long.
+    """
+    found, waiting = {id(model): model}, [model]
+    while waiting:
+        for module in waiting.pop()._modules.values():
+            if module is not None and id(module) not in found:
+                found[id(module)] = module
+                waiting.append(module)
+    return list(found.values())
+
+
+def weights_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The weights of a model; those that modules share may occur more than once."""
+    return [w for module in modules_of(model) for w in module._parameters.values() if w is not None]
+
+
+def buffers_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """The buffers of a model, each with its module and its name there."""
+    return [
+        (module, name, buffer)
+        for module in modules_of(model)
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
 
 
 def is_stateful(model: PreTrainedModel) -> bool:
@@ -130,7 +162,7 @@ def with_experts(model_class: type[ModelClass]) -> type[ModelClass]:
 
 def has_device_hook(module: torch.nn.Module) -> bool:
     """Whether accelerate moves the module's inputs to the device of its weights (`device_map`, offloading)."""
-    return hasattr(module, "_hf_hook")
+    return "_hf_hook" in vars(module)
 
 
 def on_its_device(module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -148,7 +180,7 @@ def compute_device(model: Any) -> torch.device:
     device = torch.device(model.device)
     if device.type != "meta":
         return device
-    hooks = [module._hf_hook for module in model.modules() if has_device_hook(module)]
+    hooks = [module._hf_hook for module in modules_of(model) if has_device_hook(module)]
     for hook in itertools.chain.from_iterable(getattr(hook, "hooks", [hook]) for hook in hooks):
         if getattr(hook, "execution_device", None) is not None:
             return torch.device(hook.execution_device)
@@ -162,8 +194,9 @@ def has_hooks(model: torch.nn.Module) -> bool:
     """
     everywhere = torch.nn.modules.module
     hooks = [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
-    for module in model.modules():
-        hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    for module in modules_of(model):
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if has_device_hook(module):
             return True
     return any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks)
@@ -171,12 +204,12 @@ def has_hooks(model: torch.nn.Module) -> bool:
 
 def has_capturing_hooks(model: torch.nn.Module) -> bool:
     """Whether the hooks are there by which transformers returns hidden states and attention weights."""
-    return any(vars(module).get(_CAPTURES) for module in model.modules())
+    return any(_CAPTURES in vars(module) for module in modules_of(model))
 
 
 def remove_capturing_hooks(model: torch.nn.Module) -> None:
     """Removes these hooks. The next pass that is asked for hidden states makes them again."""
-    for module in model.modules():
+    for module in modules_of(model):
         vars(module).pop(_CAPTURES, None)
         for key, hook in list(module._forward_hooks.items()):
             if getattr(hook, "__module__", None) == output_capturing.__name__:
@@ -185,7 +218,7 @@ def remove_capturing_hooks(model: torch.nn.Module) -> None:
 
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether the model or a module in it is compiled, by `module.compile()` or `torch.compile(module)`."""
-    return any(module._compiled_call_impl is not None or uncompiled(module) is not None for module in model.modules())
+    return any(module._compiled_call_impl is not None or _COMPILED in module._modules for module in modules_of(model))
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
@@ -200,7 +233,7 @@ def has_own_adapter(model: Any) -> bool:
 
 def peft_arguments(model: torch.nn.Module) -> dict[str, Any]:
     """What PEFT gives its layers during this `generate` call: `adapter_names`, one per row, or `alora_offsets`."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    hooks = [hook for module in modules_of(model) for hook in module._forward_pre_hooks.values()]
     given = [hook.keywords for hook in hooks if isinstance(hook, partial)]
     return {name: value for keywords in given for name, value in keywords.items()}
 
@@ -212,7 +245,7 @@ def without_peft(model: Any) -> Any:
 
 def uncompiled(model: Any) -> Any:
     """The module inside the result of `torch.compile(module)`; `None` for anything else."""
-    return getattr(model, "_orig_mod", None)
+    return getattr(model, _COMPILED, None)
 
 
 # ---------------------------------------------------------------------- what `generate` prepares for a decoding loop

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .embeddings import is_linear
-from .transformers_names import compute_device, is_quantized
+from .transformers_names import compute_device, is_quantized, modules_of
 
 # How far logits may be apart on average, in standard deviations. In float32, right targets stay below .0001 and wrong ones are
 # above .1; in bfloat16, and with activations that are rounded to 8 bits, right ones stay below .025.
@@ -29,8 +29,8 @@ def quantized_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
     """The linear layers of decoder and LM head that may be quantized: where transformers has quantized, all of them."""
     is_any = is_quantized(model)
     for part in (model.get_decoder(), model.get_output_embeddings()):
-        for layer in () if part is None else part.modules():
-            if isinstance(getattr(layer, "in_features", None), int) and (is_any or not is_linear(layer)):
+        for layer in () if part is None else modules_of(part):
+            if isinstance(vars(layer).get("in_features"), int) and (is_any or not is_linear(layer)):
                 yield layer
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from ..transformers_names import has_hooks, is_compiled
+from ..transformers_names import buffers_of, has_hooks, is_compiled, weights_of
 
 PassMode: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -27,7 +27,7 @@ def pass_mode(model: nn.Module) -> PassMode:
     Others see them where modules have hooks. Compiled models gain nothing and would be compiled again, and weights that are not
     plain tensors (quantized ones) may not support it.
     """
-    is_plain = all(type(weight) is nn.Parameter and type(weight.data) is torch.Tensor for weight in model.parameters())
+    is_plain = all(type(weight) is nn.Parameter and type(weight.data) is torch.Tensor for weight in weights_of(model))
     return (
         torch.inference_mode if is_plain and not has_hooks(model) and not is_compiled(model) else contextlib.nullcontext
     )
@@ -37,10 +37,9 @@ def make_ordinary(model: nn.Module, cache: Cache | None = None) -> None:
     """Replaces the inference tensors among the buffers of a model, and in a cache that outlives the call, by copies."""
     if torch.is_inference_mode_enabled():
         return  # The caller wants it so.
-    for name, buffer in list(model.named_buffers()):
+    for module, name, buffer in buffers_of(model):
         if buffer.is_inference():
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, buffer.clone())
+            setattr(module, name, buffer.clone())
     for layer in [] if cache is None else cache.layers:
         for name, value in list(vars(layer).items()):
             if isinstance(value, dict):  # States by their index or name.
